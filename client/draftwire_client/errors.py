@@ -1,0 +1,101 @@
+"""Errors as the client raises them, and what had arrived before one.
+
+Knows how a failed call becomes a typed error and a line for people. Does not know when to try again
+(`retry`).
+"""
+
+from __future__ import annotations
+
+import grpc
+
+from draftwire.errors import (
+    UNSPECIFIED,
+    Cancelled,
+    DeadlineExceeded,
+    DraftwireError,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
+from draftwire_client.types import Partial
+
+__all__ = [
+    "Cancelled",
+    "DeadlineExceeded",
+    "DraftwireError",
+    "FailedPrecondition",
+    "Internal",
+    "InvalidArgument",
+    "NotFound",
+    "ResourceExhausted",
+    "Unauthenticated",
+    "Unavailable",
+    "describe",
+    "partial_of",
+]
+
+UNREACHABLE = "UNREACHABLE"
+# A status made by gRPC itself carries no reason; these say what it means here.
+_OWN_REASONS = {
+    grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_PASSED",
+    grpc.StatusCode.CANCELLED: "CANCELLED_BY_CALLER",
+}
+_PARTIAL = "_draftwire_partial"
+
+
+def partial_of(error: BaseException) -> Partial | None:
+    """What had arrived when the answer that raised `error` failed; None for other errors."""
+    found = getattr(error, _PARTIAL, None)
+    return found if isinstance(found, Partial) else None
+
+
+def describe(error: DraftwireError) -> str:
+    """One line for people: `REASON: message (field=…, limit=…, value=…)`, parts as given."""
+    given = [
+        f"{key}={error.metadata[key]}"
+        for key in ("field", "limit", "value")
+        if error.metadata.get(key)
+    ]
+    line = f"{error.reason}: {error.message}" + (f" ({', '.join(given)})" if given else "")
+    return " ".join(line.split())
+
+
+def from_call(exc: grpc.RpcError) -> DraftwireError:
+    """The typed error of a failed call.
+
+    One that no server wrote has a reason of this package, never UNSPECIFIED.
+    """
+    error = from_rpc_error(exc)
+    if error.reason == UNSPECIFIED:
+        error.reason = _OWN_REASONS.get(error.code, error.code.name)
+    return error
+
+
+def trailers_of(exc: grpc.RpcError) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailers of a failed call of either stack."""
+    read = getattr(exc, "trailing_metadata", None)
+    return tuple((read() if callable(read) else None) or ())
+
+
+def with_partial(error: DraftwireError, partial: Partial) -> DraftwireError:
+    """`error`, remembering what had arrived."""
+    setattr(error, _PARTIAL, partial)
+    return error
+
+
+def cancelled_by_caller() -> Cancelled:
+    """The error of a call that its own caller cancelled."""
+    return Cancelled(
+        _OWN_REASONS[grpc.StatusCode.CANCELLED], "the call was cancelled by its caller"
+    )
+
+
+def client_closed() -> FailedPrecondition:
+    """The error of using a client after `close`."""
+    return FailedPrecondition("CLIENT_CLOSED", "the client was closed; connect a new one")

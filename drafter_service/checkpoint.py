@@ -1,0 +1,332 @@
+"""Draft checkpoints on disk, in the published DFlash format: config.json and safetensors, nothing else.
+
+Knows folders, hub ids, tensor names and their variants; every tensor must be known and of the right shape, and none may be
+missing. Does not know how the model drafts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from drafter_service.draft_config import CheckpointError, DraftConfig, default_target_layers, parse
+from drafter_service.model import DraftModel
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+# Tensors of the target that some files carry along, and a mask embedding of their own that others have.
+_TARGET_NAMES = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
+_RENAMED = (
+    (re.compile(r"^(model|draft_model)\."), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^encoder\.fc\."), "fc."),
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
+)
+_IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A draft model in memory. `embedding`, `head`, `mask_embedding`: only if the file brings them."""
+
+    name: str
+    config: DraftConfig
+    raw_config: Mapping[str, Any]
+    model: DraftModel
+    sha256: str
+    embedding: torch.Tensor | None = None
+    head: torch.Tensor | None = None
+    mask_embedding: torch.Tensor | None = None
+
+
+def load(
+    source: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    random_seed: int | None = None,
+) -> Checkpoint:
+    """Load a folder or hub id; `dtype` None keeps the file's. With `random_seed` only config.json is read and the weights
+    are drawn. Raises CheckpointError naming field, tensor or file."""
+    folder = _folder(source, weights=random_seed is None)
+    raw = read_config(folder)
+    config = parse(raw)
+    wanted = dtype or _file_dtype(raw)
+    if random_seed is not None:
+        model = random_model(config, random_seed).to(device, wanted)
+        return Checkpoint(folder.name, _untrained(config), raw, _frozen(model), sha256_of(model))
+    tensors = _read_tensors(folder)
+    extra = {name: tensors.pop(name) for name in _TARGET_NAMES if name in tensors}
+    with torch.device("meta"):
+        model = DraftModel(config)
+    _check_tensors(config, model, tensors, extra)
+    model.load_state_dict(tensors, strict=True, assign=True)
+    digest = sha256_of(model)
+    return Checkpoint(
+        folder.name,
+        config,
+        raw,
+        _frozen(model.to(device, wanted)),
+        digest,
+        embedding=extra.get("embed_tokens.weight"),
+        head=extra.get("lm_head.weight"),
+        mask_embedding=extra.get("mask_embedding"),
+    )
+
+
+def save(
+    folder: Path, model: DraftModel, raw_config: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> None:
+    """Write `model` in the public format; `raw_config` is the content of config.json and must describe it."""
+    if parse(raw_config) != model.config:
+        raise CheckpointError("config.json", "another model's", "that of the model to be saved")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    text = json.dumps(dict(raw_config), indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def write_random(
+    folder: Path,
+    target_config: Any,
+    *,
+    seed: int,
+    block_size: int = 8,
+    num_layers: int = 2,
+    mask_token_id: int | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+    branches: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a drafter with random weights for a target, marked as untrained. `target_config` is the target's config, an
+    object or a mapping with the usual Hugging Face fields; the mask token defaults to its last embedding row."""
+    raw = raw_config_for(
+        target_config,
+        block_size=block_size,
+        num_layers=num_layers,
+        mask_token_id=mask_token_id,
+        target_layer_ids=target_layer_ids,
+        branches=branches,
+        dtype=dtype,
+    )
+    save(folder, random_model(parse(raw), seed), raw, dtype)
+    return folder
+
+
+def raw_config_for(
+    target_config: Any,
+    *,
+    block_size: int,
+    num_layers: int,
+    mask_token_id: int | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+    branches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    trained: bool = False,
+) -> dict[str, Any]:
+    """config.json, as published, of a drafter shaped after its target."""
+    get = _getter(target_config)
+    hidden, heads = int(get("hidden_size")), int(get("num_attention_heads"))
+    depth, vocab = int(get("num_hidden_layers")), int(get("vocab_size"))
+    if target_layer_ids is None:
+        count = num_layers if depth >= num_layers + 4 else 1
+        target_layer_ids = default_target_layers(count, depth)
+    rope = get("rope_parameters") or {}
+    own: dict[str, Any] = {"trained": trained}
+    if branches > 1:
+        own["branches"] = branches
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": block_size,
+        "num_target_layers": depth,
+        "dflash_config": {
+            "mask_token_id": vocab - 1 if mask_token_id is None else mask_token_id,
+            "target_layer_ids": list(target_layer_ids),
+        },
+        "hidden_size": hidden,
+        "intermediate_size": int(get("intermediate_size")),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(get("num_key_value_heads") or heads),
+        "head_dim": int(get("head_dim") or hidden // heads),
+        "rms_norm_eps": float(get("rms_norm_eps") or 1e-6),
+        "rope_theta": float(get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        "rope_scaling": None,
+        "max_position_embeddings": int(get("max_position_embeddings") or 32768),
+        "vocab_size": vocab,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "layer_types": ["full_attention"] * num_layers,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+        "draftwire": own,
+    }
+
+
+def random_model(config: DraftConfig, seed: int) -> DraftModel:
+    """Weights N(0, 0.02), norms 1: the initialisation that training starts from. float32 on CPU."""
+    model = DraftModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if name.endswith("norm.weight") or "layernorm" in name:
+                tensor.fill_(1.0)
+            elif name == "branch_prior.weight" or name.endswith("attention_sink_bias"):
+                tensor.zero_()
+            else:
+                tensor.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def sha256_of(model: DraftModel) -> str:
+    """SHA-256 over names, shapes, types and bytes of all weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The JSON object in `folder`/config.json. Raises CheckpointError."""
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(CONFIG_FILE, "missing", f"in the folder {folder.name}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(CONFIG_FILE, error, "a JSON object") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(CONFIG_FILE, type(content).__name__, "a JSON object")
+    return content
+
+
+def _folder(source: str, *, weights: bool) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if source.startswith(("/", ".", "~")) or not source:
+        raise CheckpointError("checkpoint", source, "an existing folder or a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [CONFIG_FILE, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
+    try:
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            "checkpoint", source, f"an existing folder or a hub id that can be fetched ({error})"
+        ) from None
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError("weights", folder.name, "a folder with .safetensors files")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            for original in opened.keys():  # noqa: SIM118 - not a mapping
+                name = _public_name(original)
+                if _IGNORED.search(name):
+                    continue
+                if name in tensors:
+                    raise CheckpointError(original, "there twice", "in the checkpoint once")
+                tensors[name] = opened.get_tensor(original)
+    return tensors
+
+
+def _public_name(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _check_tensors(
+    config: DraftConfig,
+    model: DraftModel,
+    tensors: dict[str, torch.Tensor],
+    extra: Mapping[str, torch.Tensor],
+) -> None:
+    _split_fused(config, tensors)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(tensors.keys() - wanted.keys()):
+        raise CheckpointError(
+            name, "in the checkpoint", "a tensor of this model; no such tensor is known"
+        )
+    for name in sorted(wanted.keys() - tensors.keys()):
+        raise CheckpointError(name, "missing", f"there with shape {wanted[name]}")
+    for name, shape in wanted.items():
+        if tuple(tensors[name].shape) != shape:
+            hint = " (layers x target hidden size)" if name == "fc.weight" else ""
+            raise CheckpointError(
+                name, f"of shape {tuple(tensors[name].shape)}", f"of shape {shape}{hint}"
+            )
+        if not tensors[name].is_floating_point():
+            raise CheckpointError(name, f"of type {tensors[name].dtype}", "of a floating type")
+    if config.target_hidden_size != config.hidden_size and "embed_tokens.weight" not in extra:
+        raise CheckpointError(
+            "target_hidden_size",
+            config.target_hidden_size,
+            f"hidden_size = {config.hidden_size}, unless the checkpoint brings embed_tokens.weight and lm_head.weight",
+        )
+
+
+def _split_fused(config: DraftConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """qkv_proj and gate_up_proj, as some files have them, into the public tensors."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    fused = {
+        "qkv_proj": (("q_proj", "k_proj", "v_proj"), (q, kv, kv)),
+        "gate_up_proj": (("gate_proj", "up_proj"), (inner, inner)),
+    }
+    for name in list(tensors):
+        for joined, (parts, sizes) in fused.items():
+            if f".{joined}." not in name:
+                continue
+            tensor = tensors.pop(name)
+            if tensor.shape[0] != sum(sizes):
+                raise CheckpointError(name, f"of {tensor.shape[0]} rows", f"of {sum(sizes)} rows")
+            for part, piece in zip(parts, tensor.split(sizes), strict=True):
+                tensors[name.replace(joined, part)] = piece.contiguous()
+
+
+def _frozen(model: DraftModel) -> DraftModel:
+    return model.eval().requires_grad_(False)
+
+
+def _untrained(config: DraftConfig) -> DraftConfig:
+    from dataclasses import replace
+
+    return replace(config, trained=False)
+
+
+def _file_dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise CheckpointError("dtype", name, f"one of {', '.join(known)}")
+    return known[name]
+
+
+def _getter(config: Any) -> Any:
+    if isinstance(config, Mapping):
+        return config.get
+    return lambda name: getattr(config, name, None)

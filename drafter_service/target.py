@@ -1,0 +1,117 @@
+"""The target's embedding and head, read from its files without loading the rest of it.
+
+Knows safetensors folders, hub ids and GGUF. Does not know the draft model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from drafter_service.draft_config import CheckpointError
+from draftwire.models import ModelSource, resolve
+
+_EMBEDDING = (
+    "model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+)
+_HEAD = ("lm_head.weight", "model.lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMatrices:
+    """Each [rows, hidden]; head None: tied to the embedding."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor | None
+
+
+def read_matrices(name: str) -> TargetMatrices:
+    """Embedding and head of a target. Raises CheckpointError, or InvalidArgument for a name that leads nowhere."""
+    source = resolve(name)
+    if source.gguf_file is not None:
+        return _from_gguf(Path(source.location) / source.gguf_file)
+    folder = Path(source.location) if source.is_local else _fetched(source.location)
+    where = _index(folder)
+    embedding = _tensor(folder, where, _EMBEDDING)
+    if embedding is None:
+        raise CheckpointError("target", source.name, f"a model with one of {', '.join(_EMBEDDING)}")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tied = bool(config.get("tie_word_embeddings", False))
+    head = None if tied else _tensor(folder, where, _HEAD)
+    if head is None and not tied:
+        raise CheckpointError(
+            "target", source.name, f"a model with tied embeddings or one of {', '.join(_HEAD)}"
+        )
+    return TargetMatrices(embedding, head)
+
+
+def read_config(name: str) -> Any:
+    """The target's configuration, as transformers has it."""
+    from transformers import AutoConfig
+
+    source = resolve(name)
+    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    return AutoConfig.from_pretrained(source.location, **options)
+
+
+def display_name(name: str) -> str:
+    """The target's name without the machine's folders."""
+    source: ModelSource = resolve(name)
+    return source.name
+
+
+def _fetched(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(
+                repo, allow_patterns=["config.json", "*.safetensors", "*.safetensors.index.json"]
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError("target", repo, f"a hub id that can be fetched ({error})") from None
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    listed = sorted(folder.glob("*.safetensors.index.json"))
+    if listed:
+        found: dict[str, str] = json.loads(listed[0].read_text(encoding="utf-8"))["weight_map"]
+        return found
+    names: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            names.update(dict.fromkeys(opened.keys(), path.name))
+    return names
+
+
+def _tensor(folder: Path, where: dict[str, str], names: tuple[str, ...]) -> torch.Tensor | None:
+    for name in names:
+        if name in where:
+            with safe_open(folder / where[name], framework="pt", device="cpu") as opened:
+                tensor: torch.Tensor = opened.get_tensor(name)
+                return tensor
+    return None
+
+
+def _from_gguf(path: Path) -> TargetMatrices:
+    from gguf import GGUFReader, dequantize
+
+    found: dict[str, torch.Tensor] = {}
+    for tensor in GGUFReader(str(path)).tensors:
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            found[tensor.name] = torch.from_numpy(
+                dequantize(tensor.data, tensor.tensor_type).copy()
+            ).float()
+    if "token_embd.weight" not in found:
+        raise CheckpointError("target", path.name, "a GGUF file with token_embd.weight")
+    return TargetMatrices(found["token_embd.weight"], found.get("output.weight"))

@@ -1,0 +1,90 @@
+"""What a verification round on the device knows of its rows: who owns them and how they are drawn from.
+
+Knows Sampling and the layout of rows (row 0 of a session is the anchor's, row i + 1 node i's). Knows
+no logits and no kernel. Made once a round on the host, with two copies to the device.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from draftwire_kernels.checks import expect
+from draftwire_kernels.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class RowParams:
+    """Parameters of a round's draws; tensors on the device of the logits."""
+
+    owner: torch.Tensor
+    """[rows] int32: session of each row, -1 for padding rows (nothing is drawn for them)."""
+    depth: torch.Tensor
+    """[rows] int32: depth of each row below the anchor's."""
+    temperature: torch.Tensor
+    """[sessions] fp32; 0 is greedy."""
+    top_p: torch.Tensor
+    """[sessions] fp32."""
+    min_p_log: torch.Tensor
+    """[sessions] fp32: log of min_p, -inf is off."""
+    top_k: torch.Tensor
+    """[sessions] int64; 0 is off."""
+    seed: torch.Tensor
+    """[sessions] int64: the bits of the unsigned seed."""
+    position: torch.Tensor
+    """[sessions] int64: absolute position of the token drawn from row 0."""
+    filtered: bool
+    """Whether any session asks for top-k, top-p or min-p."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return int(self.owner.shape[0])
+
+
+def row_params(
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    owner: torch.Tensor,
+    depth: torch.Tensor,
+) -> RowParams:
+    """Pack the parameters of a round's sessions.
+
+    positions[s]: absolute position of the first token drawn (base position + 1). owner and depth int32
+    [rows], as AttentionPlan.row_session and row_depth. Edits of logits (bias, penalties, masks) are not
+    among these: they are made on the rows before. Raises KernelArgumentError.
+    """
+    expect(len(positions) == len(samplings), "positions", len(samplings), len(positions))
+    for name, tensor in (("owner", owner), ("depth", depth)):
+        expect(tensor.dtype == torch.int32, name, "int32", tensor.dtype)
+    expect(owner.shape == depth.shape, "depth", tuple(owner.shape), tuple(depth.shape))
+    device = owner.device
+    floats = torch.tensor(
+        [
+            [0.0 if s.greedy else s.temperature for s in samplings],
+            [1.0 if s.greedy else s.top_p for s in samplings],
+            [0.0 if s.greedy else s.min_p for s in samplings],
+        ],
+        dtype=torch.float64,
+    )
+    floats[2].log_()
+    whole = torch.tensor(
+        [
+            [0 if s.greedy else s.top_k for s in samplings],
+            [s.seed - 2**64 if s.seed >= 2**63 else s.seed for s in samplings],
+            list(positions),
+        ],
+        dtype=torch.int64,
+    )
+    floats, whole = floats.float().to(device, non_blocking=True), whole.to(device, non_blocking=True)
+    return RowParams(
+        owner=owner,
+        depth=depth,
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p_log=floats[2],
+        top_k=whole[0],
+        seed=whole[1],
+        position=whole[2],
+        filtered=any(s.filters and not s.greedy for s in samplings),
+    )

@@ -1,0 +1,162 @@
+"""target_probs on the host: one row of logits to the scores the next token is drawn from.
+
+Knows the order of the steps: logit bias, penalties, banned ids and mask, temperature, top-k, top-p, min-p. Knows neither
+noise nor trees. `reference.target_probs` is the same in plain torch, one step a line.
+
+Scores are log-probabilities up to a constant: drawing needs no more, so the pass over exp is left out unless a filter
+or a caller wants probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from draftwire_kernels.noise import Floats
+from draftwire_kernels.race import check_finite, group_maxima, in_groups
+from draftwire_kernels.sampling import History, Sampling, SamplingError
+
+Ids = npt.NDArray[np.int64]
+
+
+def target_scores(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    *,
+    position: int,
+    history: History | None = None,
+    allowed: torch.Tensor | None = None,
+) -> Floats:
+    """Scores of a row, fp32 [V] on the host, -inf = excluded; the row itself when nothing is asked of it.
+
+    logits [V] bf16, fp16 or fp32 on any device; allowed bool [V]. Greedy rows stop before the temperature. Raises
+    NonFiniteRow (here if the row is edited or filtered, else when it is drawn from), SamplingError for a missing history
+    or ids outside the vocabulary.
+    """
+    row = _host_row(logits, sampling, position, history, allowed)
+    if sampling.greedy:
+        return row
+    if sampling.temperature != 1:
+        row = row / np.float32(sampling.temperature)
+    if sampling.filters:
+        row = _filter(row, sampling)
+    return row
+
+
+def normalise(scores: Floats) -> Floats:
+    """Log-probabilities of scores, fp32 [V]. Raises NonFiniteRow."""
+    largest = float(scores.max())
+    check_finite(largest)
+    shifted = torch.from_numpy(scores - np.float32(largest))
+    total = float(shifted.exp().sum())
+    return shifted.sub_(math.log(total)).numpy()
+
+
+def _host_row(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    position: int,
+    history: History | None,
+    allowed: torch.Tensor | None,
+) -> Floats:
+    banned = sampling.banned.size > 0 and position < sampling.banned_before
+    edited = banned or allowed is not None or sampling.needs_history or sampling.bias_ids.size > 0
+    source = logits.detach()
+    row: Floats = source.to("cpu", torch.float32, copy=edited).contiguous().numpy()
+    if not edited:
+        return row
+    sampling.check_vocabulary(row.size)
+    # A mask could hide a NaN, so it is looked for first.
+    check_finite(float(torch.from_numpy(row).amax()))
+    if sampling.bias_ids.size:
+        row[sampling.bias_ids] += sampling.bias_values
+    if sampling.needs_history:
+        if history is None:
+            raise SamplingError("history", "given when a penalty is on", None)
+        _penalise(row, sampling, history)
+    if banned:
+        row[sampling.banned] = -np.inf
+    if allowed is not None:
+        row[~allowed.detach().cpu().numpy()] = -np.inf
+    return row
+
+
+def _penalise(row: Floats, sampling: Sampling, history: History) -> None:
+    ids, counts = history.table()
+    seen = row[ids]
+    penalty = np.float32(sampling.repetition_penalty)
+    if penalty != 1:
+        seen = np.where(seen > 0, seen / penalty, seen * penalty)
+    seen -= np.float32(sampling.frequency_penalty) * counts
+    seen -= np.float32(sampling.presence_penalty) * (counts > 0)
+    row[ids] = seen
+
+
+def _filter(row: Floats, sampling: Sampling) -> Floats:
+    maxima = group_maxima(in_groups(row))
+    largest = maxima.max()
+    check_finite(float(largest))
+    ids: Ids | None = None
+    if 0 < sampling.top_k < row.size:
+        ids = _at_least(row, maxima, sampling.top_k)
+        ids = ids[_first(row[ids], sampling.top_k)]
+    if sampling.top_p < 1:
+        ids = _top_p(row, ids, maxima, largest, sampling.top_p)
+    if sampling.min_p > 0:
+        least = largest + np.float32(math.log(sampling.min_p))
+        ids = np.flatnonzero(row >= least) if ids is None else ids[row[ids] >= least]
+    if ids is None:
+        return row
+    kept = np.full_like(row, -np.inf)
+    kept[ids] = row[ids]
+    return kept
+
+
+def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, top_p: float) -> Ids:
+    """The smallest prefix, by score and then id, whose probability among `ids` (None: all) reaches top_p."""
+    if ids is not None:
+        weights = np.exp((row[ids] - largest).astype(np.float64))
+        return ids[_first(row[ids], _prefix(row[ids], largest, top_p * float(weights.sum())))]
+    exponents = torch.from_numpy(row - largest)
+    need = top_p * float(exponents.exp_().sum())
+    weights = exponents.numpy()
+    count = 16
+    while True:
+        ids = _at_least(row, maxima, count)
+        if ids.size == row.size or float(weights[ids].sum()) >= need:
+            return ids[_first(row[ids], _prefix(row[ids], largest, need))]
+        count *= 8
+
+
+def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
+    """Ids, ascending, of an upper set of the row with at least `count` members (all of it if it has no more)."""
+    if count >= row.size:
+        return np.arange(row.size)
+    if count <= maxima.size // 2:
+        # That many groups have a token as large as this one, hence that many tokens do.
+        least = np.partition(maxima, -count)[-count]
+    else:
+        least = np.partition(row, -count)[-count]
+    return np.flatnonzero(row >= least)
+
+
+def _prefix(values: Floats, largest: np.float32, need: float) -> int:
+    """Length of the shortest prefix of the sorted values whose exp(value - largest) sum to at least `need`."""
+    ordered = np.sort(values)[::-1]
+    sums = np.cumsum(np.exp((ordered - largest).astype(np.float64)))
+    # The sums differ from the row's fp32 total in the last bits: a need just out of reach means all of them.
+    return min(int(np.searchsorted(sums, need)) + 1, values.size)
+
+
+def _first(values: Floats, count: int) -> Ids:
+    """Places, ascending, of the `count` largest values, the first ones among equals."""
+    if count >= values.size:
+        return np.arange(values.size)
+    least = np.partition(values, -count)[-count]
+    above = values > least
+    spare = count - int(above.sum())
+    above[np.flatnonzero(values == least)[:spare]] = True
+    return np.flatnonzero(above)

@@ -1,0 +1,163 @@
+"""Rule `follow`: at each node the target draws its own token, and the walk goes on to the child that bears it.
+
+Knows rows of logits, a tree and how tokens are drawn; evaluates only the rows on the walked path. Knows neither
+sessions nor stops: the caller cuts the tokens.
+
+accepted: a drafted token the target drew too. recovered: the token drawn at the first node without a matching child.
+bonus: the token drawn below a leaf. committed: the accepted tokens and then the recovered or bonus token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from draftwire_kernels import noise
+from draftwire_kernels.noise import Floats
+from draftwire_kernels.race import NonFiniteRow, argmax, perturbed_argmax, perturbed_top
+from draftwire_kernels.rows import normalise, target_scores
+from draftwire_kernels.sampling import History, Sampling
+from draftwire_kernels.tree import TokenTree
+
+__all__ = [
+    "Grammar",
+    "NonFiniteRow",
+    "Verdict",
+    "draw",
+    "follow",
+    "perturbed_top",
+    "target_logprobs",
+    "target_scores",
+]
+
+
+class Grammar(Protocol):
+    """A constraint that moves along the path. `pop` undoes the last `append`."""
+
+    def allowed(self) -> torch.Tensor | None:
+        """Tokens allowed next, bool [V]; None if all are."""
+
+    def append(self, token: int) -> None:
+        """Move past a token."""
+
+    def pop(self) -> object:
+        """Undo the last append."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round commits."""
+
+    path: tuple[int, ...]
+    """Accepted nodes, in order."""
+    tokens: tuple[int, ...]
+    """Committed tokens: the accepted ones, then the recovered or bonus token."""
+    logprobs: tuple[float, ...] | None = None
+    """Log target_probs of each committed token, if asked for."""
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each committed token the most likely (id, logprob), most likely first, lower id first, if asked for."""
+
+
+def target_logprobs(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    *,
+    position: int,
+    history: History | None = None,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log target_probs of a row, fp32 [V] on the row's device, -inf = excluded.
+
+    Greedy sampling: those of temperature 1 after bias, penalties and masks, without filters. Arguments and errors as
+    for `target_scores`.
+    """
+    scores = target_scores(logits, sampling, position=position, history=history, allowed=allowed)
+    return torch.from_numpy(normalise(scores)).to(logits.device)
+
+
+def draw(scores: torch.Tensor | Floats, sampling: Sampling, position: int) -> int:
+    """Token of a row at an absolute position: greedy argmax, else argmax(scores + gumbel); lowest id among equals.
+
+    scores fp32 [V]: of `target_scores`, then the token is exactly follow's; or log-probabilities, then it differs only
+    where two tokens are equal to the last bits. Raises NonFiniteRow.
+    """
+    row = scores.detach().float().cpu().contiguous().numpy() if isinstance(scores, torch.Tensor) else scores
+    if sampling.greedy:
+        return argmax(row)
+    return perturbed_argmax(row, sampling.seed, position, noise.TARGET)
+
+
+def follow(
+    logits: torch.Tensor,
+    tree: TokenTree,
+    sampling: Sampling,
+    *,
+    position: int,
+    history: History | None = None,
+    grammar: Grammar | None = None,
+    want_logprobs: bool = False,
+    top_logprobs: int = 0,
+) -> Verdict:
+    """Walk a tree. Exact whatever the tree holds: the tokens are those that an empty tree gives, one round a token.
+
+    logits [n + 1, V] bf16, fp16 or fp32: row 0 is the anchor's, row i + 1 node i's. position: of the first token drawn
+    (base position + 1). history and grammar move along the path and are left as they were. Raises NonFiniteRow naming
+    a row on the walked path, ValueError for a wrong number of rows.
+    """
+    if logits.ndim != 2 or logits.shape[0] != len(tree) + 1:
+        raise ValueError(f"logits must be [{len(tree) + 1}, vocabulary], got {list(logits.shape)}")
+    path: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    top: list[tuple[tuple[int, float], ...]] = []
+    undo: list[Callable[[], object]] = []
+    node: int | None = -1
+    try:
+        while node is not None:
+            here = position + len(path)
+            try:
+                scores = target_scores(
+                    logits[node + 1],
+                    sampling,
+                    position=here,
+                    history=history,
+                    allowed=grammar.allowed() if grammar is not None else None,
+                )
+                token = draw(scores, sampling, here)
+            except NonFiniteRow as error:
+                raise NonFiniteRow(node + 1, error.found) from None
+            tokens.append(token)
+            if want_logprobs or top_logprobs:
+                row = normalise(scores)
+                logprobs.append(float(row[token]))
+                top.append(most_likely(row, top_logprobs))
+            node = tree.child(node, token)
+            if node is not None:
+                path.append(node)
+                for state in (history, grammar):
+                    if state is not None:
+                        state.append(token)
+                        undo.append(state.pop)
+    finally:
+        for pop in reversed(undo):
+            pop()
+    return Verdict(
+        tuple(path),
+        tuple(tokens),
+        tuple(logprobs) if want_logprobs else None,
+        tuple(top) if top_logprobs else (),
+    )
+
+
+def most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` most likely (id, logprob), lower id first among equals; fewer if fewer are not excluded."""
+    if count <= 0:
+        return ()
+    count = min(count, logprobs.size)
+    ids = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
+    ids = ids[np.lexsort((ids, -logprobs[ids]))][:count]
+    return tuple((int(i), float(logprobs[i])) for i in ids if logprobs[i] > -np.inf)

@@ -1,0 +1,43 @@
+"""What every test can rely on: GPU tests skip themselves, threads and environment stay as they were."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch or grpc is imported, and for the processes that tests start.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+for name in [name for name in os.environ if name.startswith("DRAFTWIRE_")]:
+    del os.environ[name]  # a developer's settings are not the tests'
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what is marked gpu where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards() -> Iterator[None]:
+    """Results may depend on the number of threads: a test that changes it does so for itself only."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    yield
+    if torch and before and torch.get_num_threads() != before:
+        torch.set_num_threads(before)

@@ -1,0 +1,247 @@
+"""The drafters from the network's side: finding them, shaking hands, carrying the lanes.
+
+Knows: addresses, channels, the handshake, one reader and one writer per stream, reconnecting. Lives on the event loop; tells the engine
+of lanes and responses by posting to it. Does not know: sessions or tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftwire.channel import ChannelConfig, open_channel
+from draftwire.codec import Assembler, chunks
+from draftwire.errors import DraftwireError, FailedPrecondition, from_rpc_error
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, types_pb2, verifier_pb2
+from verifier_service.engine import Engine
+from verifier_service.lanes import LaneFacts
+from verifier_service.port import Port
+from verifier_service.settle import Fusion, settle
+
+SERVICE = "draftwire.v1.Drafter"
+State = verifier_pb2.LaneState
+_FIRST_RETRY, _LONGEST_RETRY, _REFUSED_RETRY = 0.1, 2.0, 30.0
+_RESOLVE_EVERY = 2.0
+_HANDSHAKE_TIMEOUT = 120.0
+_MAX_FUSION_BYTES = 4 << 30
+
+
+@dataclass(slots=True)
+class DrafterStatus:
+    """What is known of one address, for GetInfo and logs."""
+
+    target: str
+    state: int = State.LANE_STATE_CONNECTING
+    facts: LaneFacts | None = None
+    lane_id: int = 0
+    losses: int = 0
+    last_error: str = ""
+
+
+class DrafterPool:
+    """One lane to each drafter found behind the configured names."""
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        channel: ChannelConfig,
+        engine: Engine,
+        hello: Callable[[], drafter_pb2.Hello],
+        *,
+        use_rings: bool,
+    ) -> None:
+        self.status: dict[str, DrafterStatus] = {}
+        self._targets = tuple(targets)
+        self._channel = channel
+        self._engine = engine
+        self._hello = hello
+        self._use_rings = use_rings
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._lane_ids = itertools.count(1)
+        self._log = structlog.get_logger("verifier.drafters")
+        self._settled = asyncio.Event()
+
+    async def start(self, wait: float) -> None:
+        """Begin to look for drafters; returns when the first round of attempts is over, or after `wait` seconds."""
+        if self._targets:
+            self._watch = asyncio.create_task(self._follow_names())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), wait)
+
+    async def close(self) -> None:
+        """Close every lane."""
+        tasks = [task for task in (self._watch, *self._tasks.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _follow_names(self) -> None:
+        """Keep one task per address; DNS names are looked up again and again, so that new drafters are found."""
+        while True:
+            found: set[str] = set()
+            for target in self._targets:
+                found.update(await _addresses(target))
+            for address in found - self._tasks.keys():
+                self.status[address] = DrafterStatus(address)
+                self._tasks[address] = asyncio.create_task(self._keep_lane(address))
+            for address in [a for a in self._tasks if a not in found and self.status[a].state != State.LANE_STATE_READY]:
+                self._tasks.pop(address).cancel()
+                self.status.pop(address, None)
+            await asyncio.sleep(_RESOLVE_EVERY)
+
+    async def _keep_lane(self, address: str) -> None:
+        """Connect, serve the lane until it is lost, and again."""
+        status = self.status[address]
+        delay = _FIRST_RETRY
+        while True:
+            try:
+                async with open_channel(address, self._channel) as channel:
+                    await _require_serving(channel)
+                    await self._serve_lane(channel, status)
+                status.state = State.LANE_STATE_LOST
+                status.last_error = "the drafter closed the lane"
+                delay = _FIRST_RETRY
+            except (grpc.RpcError, DraftwireError, OSError) as error:
+                typed = error if isinstance(error, DraftwireError) else None
+                if isinstance(error, grpc.RpcError):
+                    typed = from_rpc_error(error)
+                refused = isinstance(typed, FailedPrecondition)
+                if status.state == State.LANE_STATE_READY:
+                    delay = _FIRST_RETRY
+                status.state = State.LANE_STATE_REFUSED if refused else State.LANE_STATE_LOST
+                status.last_error = str(typed or error)
+                log = self._log.warning if delay == _FIRST_RETRY or refused else self._log.debug
+                log("drafter not reachable", target=address, error=status.last_error, refused=refused)
+                delay = _REFUSED_RETRY if refused else delay
+            except Exception as error:  # noqa: BLE001  a fault of one lane must not end the pool
+                status.state, status.last_error = State.LANE_STATE_LOST, repr(error)
+                self._log.exception("lane failed", target=address)
+            finally:
+                if status.lane_id:
+                    lane_id, status.lane_id = status.lane_id, 0
+                    status.losses += 1
+                    self._engine.post(lambda lane_id=lane_id: self._engine.lanes.lane_down(lane_id))  # type: ignore[misc]
+                self._note_settled()
+            await asyncio.sleep(delay * (0.75 + 0.5 * random.random()))
+            delay = min(2 * delay, _LONGEST_RETRY) if delay < _LONGEST_RETRY else delay
+
+    async def _serve_lane(self, channel: grpc.aio.Channel, status: DrafterStatus) -> None:
+        status.state = State.LANE_STATE_CONNECTING
+        call = drafter_pb2_grpc.DrafterStub(channel).Draft()
+        port: Port | None = None
+        try:
+            async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
+                port = await self._shake_hands(call, status)
+            writer = asyncio.create_task(port.write(call))
+            try:
+                self._engine.post(lambda: self._engine.lane_up(port))
+                status.state, status.facts, status.lane_id = State.LANE_STATE_READY, port.facts, port.lane_id
+                self._log.info("lane ready", target=status.target, drafter=port.facts.name, trained=port.facts.trained)
+                self._note_settled()
+                await self._read(call, port, status)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        finally:
+            call.cancel()
+            if port is not None:
+                port.close()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, port: Port, status: DrafterStatus) -> None:
+        engine, lane_id = self._engine, port.lane_id
+        async for message in _messages(call):
+            kind = message.WhichOneof("message")
+            if kind == "step":
+                engine.post_response(lane_id, message.step)
+            elif kind == "draining":
+                status.state = State.LANE_STATE_DRAINING
+                engine.post(lambda: engine.lanes.lane_draining(lane_id))
+            if port.abandoned:
+                raise FailedPrecondition("LANE_ABANDONED", port.abandoned)
+
+    async def _shake_hands(self, call: grpc.aio.StreamStreamCall, status: DrafterStatus) -> Port:
+        """Hello, HelloReply, weights both ways, Ready."""
+        hello = self._hello()
+        port = Port(next(self._lane_ids), asyncio.get_running_loop())
+        if self._use_rings:
+            port.offer_ring(hello)
+        await call.write(drafter_pb2.DraftRequest(hello=hello))
+        first = await _read_one(call)
+        if first.WhichOneof("message") != "hello":
+            raise FailedPrecondition("BAD_HANDSHAKE", "the drafter did not answer Hello with HelloReply")
+        reply = first.hello
+        facts = settle(hello, reply, status.target)
+        for name in reply.tensors_needed:
+            for chunk in chunks(name, self._engine.host.tensor(name), reply.max_message_bytes // 4):
+                await call.write(drafter_pb2.DraftRequest(weights=chunk))
+        fusion = Fusion(reply, self._engine.host.dtype, self._engine.host.device)
+        assembler = Assembler(_MAX_FUSION_BYTES)
+        while True:
+            message = await _read_one(call)
+            kind = message.WhichOneof("message")
+            if kind == "ready":
+                break
+            if kind == "weights" and (whole := assembler.add(message.weights)) is not None:
+                fusion.take(*whole)
+        fusion.check()
+        port.settle(facts, reply, fusion)
+        return port
+
+    def _note_settled(self) -> None:
+        if all(s.state != State.LANE_STATE_CONNECTING for s in self.status.values()):
+            self._settled.set()
+
+
+async def _messages(call: grpc.aio.StreamStreamCall) -> AsyncIterator[drafter_pb2.DraftResponse]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message
+    await _raise_status(call)
+
+
+async def _read_one(call: grpc.aio.StreamStreamCall) -> drafter_pb2.DraftResponse:
+    message = await call.read()
+    if message is grpc.aio.EOF:
+        await _raise_status(call)
+        raise FailedPrecondition("BAD_HANDSHAKE", "the drafter ended the lane during the handshake")
+    return message  # type: ignore[no-any-return]
+
+
+async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
+    """read() says EOF for every kind of end; the status tells a clean one from the others."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            code, await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
+        )
+
+
+async def _require_serving(channel: grpc.aio.Channel) -> None:
+    request = health_pb2.HealthCheckRequest(service=SERVICE)
+    reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5.0)
+    if reply.status != health_pb2.HealthCheckResponse.SERVING:
+        raise OSError("the drafter is not serving yet")
+
+
+async def _addresses(target: str) -> list[str]:
+    """The single addresses behind a target: each behind a DNS name, or the target itself."""
+    if not target.startswith("dns:"):
+        return [part.strip() for part in target.split(",")]
+    host, _, port = target.removeprefix("dns:").lstrip("/").rpartition(":")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return []
+    return sorted({f"[{a[4][0]}]:{port}" if a[0] == socket.AF_INET6 else f"{a[4][0]}:{port}" for a in found})
+
+

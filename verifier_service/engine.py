@@ -1,0 +1,379 @@
+"""The loop: every running session, one packed target step at a time.
+
+Knows: the order of a step. Pure but for its thread: hears of requests, cancellations and drafters through `post`, speaks through
+`emit`, and takes time from the clock it is given. Does not know gRPC.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from draftwire.errors import DraftwireError, Internal, ResourceExhausted
+from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
+from draftwire_kernels.tree import TokenTree
+from draftwire_kernels.walk import NonFiniteRow, Verdict, follow
+from verifier_service.cache import PagedStore, PagePool
+from verifier_service.lanes import LanePort, Lanes
+from verifier_service.model import StepOutput, TargetHost
+from verifier_service.scheduler import Budgets, Scheduler, Work
+from verifier_service.session import Delta, Ending, FinishReason, Request, Session, Statistics
+from verifier_service.text import Decoder
+
+EndReason = drafter_pb2.EndReason
+_NO_TREE = TokenTree()
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a step gives one client: new tokens, then perhaps the end or an error."""
+
+    session_id: int
+    delta: Delta | None = None
+    logprobs: Sequence[verifier_pb2.TokenLogprob] = ()
+    finished: verifier_pb2.Finished | None = None
+    error: DraftwireError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Timing of the loop."""
+
+    longest_draft_wait: float = 0.5
+    lane_timeout: float = 10.0
+    stall: float = 30.0
+
+
+class Engine:
+    """Owns the model, the pages and all sessions; everything in it happens on one thread."""
+
+    def __init__(
+        self,
+        host: TargetHost,
+        tokenizer: Decoder,
+        pool: PagePool,
+        budgets: Budgets,
+        limits: EngineLimits,
+        *,
+        vocab_size: int,
+        max_context: int,
+        clock: Callable[[], float],
+        emit: Callable[[list[Emitted]], None],
+    ) -> None:
+        self.host, self.pool, self.limits = host, pool, limits
+        self.vocab_size = vocab_size
+        self.store = PagedStore(pool, host.cache_shape, host.dtype, host.device)
+        self.scheduler = Scheduler(pool, budgets)
+        self.max_context = max_context
+        self.lanes = Lanes(
+            self.store,
+            vocab_size=vocab_size,
+            max_context=self.max_context,
+            longest_wait=limits.longest_draft_wait,
+            lane_timeout=limits.lane_timeout,
+            recompute=self.scheduler.recompute,
+            capture=host.capture,
+        )
+        self.sessions: dict[int, Session] = {}
+        self.totals = Statistics()
+        self.steps = 0
+        self.tokens = 0
+        self.nonfinite_rows = 0
+        self.step_time = 0.0
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._emit = emit
+        self._out: list[Emitted] = []
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._stopping = False
+        self._last_step = clock()
+        self._busy = False
+        self._log = structlog.get_logger("verifier.engine")
+
+    # -- from other threads ----------------------------------------------------------------------------------------
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have `action` run on the engine's thread before the next step."""
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    def post_response(self, lane_id: int, message: drafter_pb2.StepResponse) -> None:
+        """A drafter answered; the time is taken now, not when the engine gets to it."""
+        now = self._clock()
+        self.post(lambda: self.lanes.response(lane_id, message, now))
+
+    def stop(self) -> None:
+        """End `run` after the present step."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def progress(self) -> bool:
+        """False while there is work and no step was made for the stall time."""
+        return not self._busy or self._clock() - self._last_step < self.limits.stall
+
+    # -- actions posted --------------------------------------------------------------------------------------------
+
+    def submit(self, session_id: int, request: Request) -> None:
+        """Queue a request; a full queue is told to the client."""
+        session = Session(session_id, request, self.vocab_size, self._tokenizer)
+        try:
+            self.scheduler.add(session)
+        except ResourceExhausted as error:
+            self._out.append(Emitted(session_id, error=error))
+            return
+        self.sessions[session_id] = session
+
+    def cancel(self, session_id: int) -> None:
+        """The client is gone: free the session here and on its drafter."""
+        if session := self.sessions.get(session_id):
+            self._retire(session, EndReason.END_REASON_CANCELLED)
+
+    def finish_all(self, reason: int) -> None:
+        """End every session with what it has made so far."""
+        for session in list(self.sessions.values()):
+            session.ending = Ending(reason)
+            self._finish(session, Delta(session.text.finish(), ()), ())
+
+    def lane_up(self, port: LanePort) -> None:
+        """A drafter shook hands."""
+        if self.lanes.lane_up(port):
+            self.pool.forget_cached()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Step until stopped. Sleeps while there is nothing to do or a proposal is worth waiting for."""
+        while True:
+            with self._wake:
+                if self._stopping:
+                    return
+                if not self._inbox:
+                    self._sleep()
+                actions, self._inbox = self._inbox, []
+            try:
+                for action in actions:
+                    action()
+                self.turn()
+            except Exception as error:  # noqa: BLE001  the loop must outlive any fault of one step
+                self._fail_step(error)
+
+    def turn(self) -> None:
+        """What happens between two sleeps: expire, wait for proposals or step, tell everybody."""
+        now = self._clock()
+        self._expire(now)
+        self._busy = bool(self.sessions)
+        until = self.lanes.wait_until(self.scheduler.running)
+        if self.sessions and (until is None or until <= now):
+            self.lanes.give_up_waiting(self.scheduler.running)
+            self.step()
+            self.step_time += 0.2 * (self._clock() - now - self.step_time)
+        self.lanes.flush(self._clock())
+        self._flush_out()
+        self._last_step = self._clock()
+        if not self.sessions:
+            self.pool.check()
+            self.lanes.check()
+
+    def step(self) -> None:
+        """One target step for everybody who can go on."""
+        work = self.scheduler.plan()
+        for session in self.scheduler.preempted:
+            self.lanes.forget(session, EndReason.END_REASON_MOVED)
+        self.scheduler.preempted.clear()
+        if not work:
+            return
+        self._begin(work)
+        output = self.host.step([item.feed for item in work], self.store)
+        verdicts = [self._verify(item, output, index) for index, item in enumerate(work)]
+        moves: list[tuple[np.ndarray, np.ndarray]] = []
+        survivors = []
+        for item, verdict in zip(work, verdicts, strict=True):
+            if verdict is not None and self._commit(item, verdict, moves):
+                survivors.append((item, verdict))
+        self._compact(moves)
+        for item, verdict in survivors:
+            self.lanes.tell(item.session, item.feed.base + _committed_rows(item) - 1, len(verdict.path), item.proposal is not None)
+        self.steps += 1
+
+    # -- parts of a step -------------------------------------------------------------------------------------------
+
+    def _begin(self, work: Sequence[Work]) -> None:
+        now = self._clock()
+        layers = frozenset(self.store.features)
+        for item in work:
+            session = item.session
+            if session.started_at is None:
+                session.started_at = now
+            session.captured = layers if session.captured is None else session.captured & layers
+
+    def _verify(self, item: Work, output: StepOutput, index: int) -> Verdict | None:
+        """Draw the round's tokens. A row that is not finite fails this request alone."""
+        session = item.session
+        if not item.draws:
+            session.computed += len(item.feed.tokens)
+            return None
+        request = session.request
+        # Embeddings may be padded past the tokenizer's ids; those are never drawn.
+        logits = output.of(index, len(item.feed.logit_rows))[:, : self.vocab_size]
+        try:
+            verdict = follow(
+                logits,
+                item.proposal.tree if item.proposal else _NO_TREE,
+                request.sampling,
+                position=len(session.tokens),
+                history=session.history,
+                want_logprobs=request.logprobs,
+                top_logprobs=request.top_logprobs,
+            )
+        except NonFiniteRow as error:
+            self.nonfinite_rows += 1
+            self._fail(session, Internal("NONFINITE_LOGITS", f"the model's logits are not finite at row {error.row}", row=error.row))
+            return None
+        if session.made == 0:
+            session.last_logits = logits[-1].clone()
+        return verdict
+
+    def _commit(self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+        """Take the verdict's tokens. Returns whether the session goes on; if so its pages hold exactly what is committed."""
+        session, now = item.session, self._clock()
+        first_round = session.made == 0
+        anchor = item.feed.base + _committed_rows(item) - 1
+        delta = session.commit(verdict.tokens, self.max_context)
+        if not first_round:
+            session.count_round(item.proposal, verdict.path, len(delta.tokens), _plain_reason(session))
+        session.first_token_at = session.first_token_at or now
+        session.last_token_at = now
+        self.tokens += len(delta.tokens)
+        logprobs = _logprobs(verdict, len(delta.tokens)) if session.request.logprobs else ()
+        if session.ending is not None:
+            self._finish(session, delta, logprobs)
+            return False
+        session.computed = anchor + 1 + len(verdict.path)
+        if verdict.path:
+            rows = np.asarray(verdict.path) + anchor + 1
+            places = np.arange(anchor + 1, anchor + 1 + len(rows))
+            if not np.array_equal(rows, places):
+                moves.append((session.slots[rows], session.slots[places]))
+        if first_round:
+            self.pool.keep_prefix(session.request.prompt, session.pages)
+        self._out.append(Emitted(session.session_id, delta, logprobs))
+        return True
+
+    def _compact(self, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Bring the accepted paths of trees to consecutive slots: the only rollback there is."""
+        if moves:
+            source, target = (torch.from_numpy(np.concatenate(side)).to(self.store.device) for side in zip(*moves, strict=True))
+            self.store.move(source, target)
+
+    # -- endings ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, session: Session, delta: Delta, logprobs: Sequence[verifier_pb2.TokenLogprob]) -> None:
+        assert session.ending is not None
+        self._retire(session, EndReason.END_REASON_FINISHED)
+        finished = verifier_pb2.Finished(
+            reason=session.ending.reason,  # type: ignore[arg-type]
+            matched_stop=session.ending.matched,
+            usage=types_pb2.Usage(
+                prompt_tokens=session.prompt_length, completion_tokens=session.made, cached_tokens=session.cached_tokens
+            ),
+            acceptance=session.stats.to_proto(),
+            timing=_timing(session),
+        )
+        self._out.append(Emitted(session.session_id, delta, logprobs, finished))
+
+    def _fail(self, session: Session, error: DraftwireError) -> None:
+        self._retire(session, EndReason.END_REASON_FAILED)
+        self._out.append(Emitted(session.session_id, error=error))
+
+    def _retire(self, session: Session, reason: int) -> None:
+        self.scheduler.remove(session)
+        self.lanes.forget(session, reason)
+        self.totals.add(session.stats)
+        self.sessions.pop(session.session_id, None)
+
+    def _expire(self, now: float) -> None:
+        """End sessions whose deadline would pass during the next step, with what they have."""
+        for session in list(self.sessions.values()):
+            deadline = session.request.deadline
+            if deadline is not None and now + max(0.02, 1.5 * self.step_time) >= deadline:
+                session.ending = Ending(FinishReason.FINISH_REASON_DEADLINE)
+                self._finish(session, Delta(session.text.finish(), ()), ())
+
+    def _fail_step(self, error: Exception) -> None:
+        """A step broke: nobody knows what is in the pages of those who were in it, so they fail; the rest go on."""
+        self._log.exception("step failed", error=repr(error))
+        for session in list(self.scheduler.running):
+            self._fail(session, Internal("STEP_FAILED", "the target step failed; see the server's log"))
+        self._flush_out()
+
+    def _flush_out(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self._emit(out)
+
+    def _sleep(self) -> None:
+        """Called with the lock held: wait for something to do."""
+        if not self.sessions:
+            self._wake.wait()
+            return
+        until = self.lanes.wait_until(self.scheduler.running)
+        now = self._clock()
+        if until is not None and until > now:
+            self._wake.wait(until - now)
+            waited = self._clock() - now
+            for session in self.scheduler.running:
+                session.draft_wait += waited
+
+    def info(self) -> dict[str, Any]:
+        """Load and counters; read from other threads, each value whole in itself."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "free_pages": self.pool.free_pages,
+            "steps": self.steps,
+            "tokens": self.tokens,
+        }
+
+
+def _committed_rows(item: Work) -> int:
+    """Rows of the feed that were committed before the round: the anchor, or the piece of the prompt."""
+    return 1 if item.proposal is not None else len(item.feed.tokens)
+
+
+def _plain_reason(session: Session) -> int:
+    if not session.request.speculation.enabled:
+        return types_pb2.BLOCK_SIZE_REASON_OFF
+    return types_pb2.BLOCK_SIZE_REASON_NO_DRAFTER
+
+
+def _logprobs(verdict: Verdict, count: int) -> list[verifier_pb2.TokenLogprob]:
+    tops = verdict.top or ((),) * count
+    assert verdict.logprobs is not None
+    return [
+        verifier_pb2.TokenLogprob(
+            token_id=token,
+            logprob=logprob,
+            top=[verifier_pb2.TopLogprob(token_id=other, logprob=value) for other, value in top],
+        )
+        for token, logprob, top in list(zip(verdict.tokens, verdict.logprobs, tops, strict=True))[:count]
+    ]
+
+
+def _timing(session: Session) -> verifier_pb2.Timing:
+    timing = verifier_pb2.Timing()
+    started = session.started_at if session.started_at is not None else session.request.arrival
+    timing.queued.FromNanoseconds(int(1e9 * max(0.0, started - session.request.arrival)))
+    if session.first_token_at is not None and session.last_token_at is not None:
+        timing.prefill.FromNanoseconds(int(1e9 * (session.first_token_at - started)))
+        timing.decode.FromNanoseconds(int(1e9 * (session.last_token_at - session.first_token_at)))
+    timing.draft_wait.FromNanoseconds(int(1e9 * session.draft_wait))
+    return timing

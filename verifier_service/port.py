@@ -1,0 +1,102 @@
+"""One lane's transport: between the engine's thread and the stream's writer.
+
+Knows: the queue of outgoing messages, the carrier of large tensors. Does not know: what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import grpc
+import torch
+
+from draftwire.carriers import SharedMemoryRing
+from draftwire.codec import encode
+from draftwire.v1 import drafter_pb2, types_pb2
+from verifier_service.lanes import LaneFacts
+from verifier_service.settle import Fusion
+
+_RING_FROM_BYTES = 64 * 1024  # smaller tensors are quicker inline
+_SLOT_BYTES, _SLOTS = 1024 * 1024, 32
+
+
+class Port:
+    """Implements `lanes.LanePort`. `send`, `encode` and `abandon` are called on the engine's thread, the rest on the loop."""
+
+    facts: LaneFacts
+
+    def __init__(self, lane_id: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.lane_id = lane_id
+        self.abandoned = ""
+        self._loop = loop
+        self._queue: asyncio.Queue[drafter_pb2.StepRequest] = asyncio.Queue()
+        self._ring: SharedMemoryRing | None = None
+        self._ring_in_use = False
+        self._written = 0  # last write into the ring
+        self._sent: deque[tuple[int, int]] = deque()  # (message, last write it may name), oldest first
+        self._fusion: Fusion | None = None
+        self._call: grpc.aio.StreamStreamCall | None = None
+
+    def offer_ring(self, hello: drafter_pb2.Hello) -> None:
+        """Make a ring and put the offer into `hello`; without shared memory on this host nothing is offered."""
+        try:
+            self._ring = SharedMemoryRing.create(_SLOTS, _SLOT_BYTES)
+            hello.carriers.append(self._ring.offer())
+        except OSError:
+            self._ring = None
+
+    def settle(self, facts: LaneFacts, reply: drafter_pb2.HelloReply, fusion: Fusion) -> None:
+        """The handshake is over."""
+        self.facts = facts
+        self._fusion = fusion
+        self._ring_in_use = reply.verifier_carrier == types_pb2.CARRIER_KIND_SHARED_MEMORY
+        if self._ring is not None and not self._ring_in_use:
+            self._ring.close()
+            self._ring = None
+
+    def encode(self, rows: torch.Tensor) -> types_pb2.Tensor:
+        """Features as the drafter wants them."""
+        assert self._fusion is not None
+        return self.encode_plain(self._fusion.apply(rows))
+
+    def encode_plain(self, tensor: torch.Tensor) -> types_pb2.Tensor:
+        """A tensor inline, or in the ring if it is large and the ring has room."""
+        large = tensor.numel() * tensor.element_size() >= _RING_FROM_BYTES
+        message = encode(tensor, self._ring if large and self._ring_in_use else None)
+        if message.WhichOneof("carrier") == "shared_memory":
+            self._written = message.shared_memory.sequence
+        return message
+
+    def acknowledge(self, sequence: int) -> None:
+        """The drafter has taken in all messages up to `sequence`: their slots are free."""
+        while self._ring is not None and self._sent and self._sent[0][0] <= sequence:
+            self._ring.release(self._sent.popleft()[1])
+
+    def send(self, request: drafter_pb2.StepRequest) -> None:
+        """Queue a message for the writer."""
+        if self._ring is not None:
+            self._sent.append((request.sequence, self._written))
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, request)
+
+    def abandon(self, why: str) -> None:
+        """Cut the stream; the reader ends and the pool connects again."""
+        self.abandoned = why
+        if self._call is not None:
+            self._loop.call_soon_threadsafe(self._call.cancel)
+
+    async def write(self, call: grpc.aio.StreamStreamCall) -> None:
+        """The stream's only writer."""
+        self._call = call
+        try:
+            while True:
+                request = await self._queue.get()
+                await call.write(drafter_pb2.DraftRequest(step=request))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the reader sees the end of the stream and says why
+
+    def close(self) -> None:
+        """Free the ring."""
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

@@ -1,0 +1,171 @@
+"""Answers clients: translates between gRPC and the engine, and nothing else.
+
+Knows: messages, trailers, deadlines, cancellation. Does not know: how tokens come about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from draftwire.errors import DeadlineExceeded, Unavailable
+from draftwire.v1 import types_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_service import admission
+from verifier_service.engine import Emitted, Engine
+from verifier_service.lanes import sampling_to_proto, speculation_to_proto
+from verifier_service.session import Request
+
+USAGE_TRAILER = "draftwire-usage-bin"
+ACCEPTANCE_TRAILER = "draftwire-acceptance-bin"
+_ENDLESS = 10 * 365 * 86400.0
+
+
+class Describe(Protocol):
+    """Makes the GetInfo answer."""
+
+    async def __call__(self) -> verifier_pb2.VerifierGetInfoResponse:
+        """The answer."""
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
+    """The Verifier service. Made before the model is loaded; `open` is called when it is."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._tokenizer: Any = None
+        self._limits: admission.Limits | None = None
+        self._describe: Describe | None = None
+        self._queues: dict[int, asyncio.Queue[Emitted]] = {}
+        self._ids = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self._log = structlog.get_logger("verifier.request")
+
+    def open(self, engine: Engine, tokenizer: Any, limits: admission.Limits, describe: Describe) -> None:
+        """The model is there: requests can be taken."""
+        self._engine, self._tokenizer, self._limits, self._describe = engine, tokenizer, limits, describe
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, batch: list[Emitted]) -> None:
+        """What a step gave, from the engine's thread: one hand-over a step, whatever the number of clients."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, batch)
+
+    def _deliver(self, batch: list[Emitted]) -> None:
+        for item in batch:
+            queue = self._queues.get(item.session_id)
+            if queue is not None:
+                queue.put_nowait(item)
+
+    async def wait_idle(self) -> None:
+        """Return when no request is open."""
+        await self._idle.wait()
+
+    async def Generate(  # noqa: N802  the name is the contract's
+        self, request: verifier_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        engine, limits = self._engine, self._limits
+        if engine is None or limits is None:
+            raise Unavailable("STARTING", "the model is still loading")
+        if self.draining:
+            raise Unavailable("DRAINING", "this server is going away")
+        now = time.monotonic()
+        admitted = admission.admit(request, self._tokenizer, limits, now=now, deadline=_deadline(context, now, engine))
+        session_id = next(self._ids)
+        queue: asyncio.Queue[Emitted] = asyncio.Queue()
+        self._queues[session_id] = queue
+        self._idle.clear()
+        outcome = "cancelled"
+        try:
+            engine.post(lambda: engine.submit(session_id, admitted))
+            yield _started(admitted)
+            while True:
+                item = await queue.get()
+                if item.error is not None:
+                    outcome = item.error.reason
+                    raise item.error
+                if item.delta is not None and (item.delta.tokens or item.delta.text):
+                    yield _delta(item)
+                if item.finished is not None:
+                    outcome = verifier_pb2.FinishReason.Name(item.finished.reason)
+                    _set_trailers(context, item.finished)
+                    yield verifier_pb2.GenerateResponse(finished=item.finished)
+                    return
+        finally:
+            del self._queues[session_id]
+            if not self._queues:
+                self._idle.set()
+            engine.post(lambda: engine.cancel(session_id))
+            self._log.info(
+                "request",
+                request_id=admitted.request_id,
+                outcome=outcome,
+                prompt_tokens=len(admitted.prompt),
+                seconds=round(time.monotonic() - now, 4),
+            )
+
+    async def GetInfo(  # noqa: N802
+        self, request: verifier_pb2.VerifierGetInfoRequest, context: grpc.aio.ServicerContext
+    ) -> verifier_pb2.VerifierGetInfoResponse:
+        if self._describe is None:
+            raise Unavailable("STARTING", "the model is still loading")
+        return await self._describe()
+
+
+def _deadline(context: grpc.aio.ServicerContext, now: float, engine: Engine) -> float | None:
+    """The deadline on our clock. Raises DeadlineExceeded if not even one step fits."""
+    remaining = context.time_remaining()
+    if remaining is None or remaining > _ENDLESS:
+        return None
+    if remaining <= max(0.02, 1.5 * engine.step_time):
+        raise DeadlineExceeded(
+            "DEADLINE_TOO_SHORT",
+            f"{remaining:.3f} s remain, a step takes about {engine.step_time:.3f} s",
+            field="deadline",
+            value=f"{remaining:.3f} s",
+            limit=f"more than {max(0.02, 1.5 * engine.step_time):.3f} s",
+        )
+    return now + remaining
+
+
+def _started(request: Request) -> verifier_pb2.GenerateResponse:
+    stop = types_pb2.StopConditions(
+        max_tokens=request.max_tokens,
+        min_tokens=max(0, request.sampling.banned_before - len(request.prompt)),
+        ignore_eos=not request.eos_ids,
+        stop_token_ids=sorted(request.stop_token_ids),
+        stop_strings=request.stop_strings,
+    )
+    return verifier_pb2.GenerateResponse(
+        started=verifier_pb2.Started(
+            request_id=request.request_id,
+            sampling=sampling_to_proto(request.sampling),
+            stop=stop,
+            speculation=speculation_to_proto(request.speculation),
+            prompt_tokens=len(request.prompt),
+        )
+    )
+
+
+def _delta(item: Emitted) -> verifier_pb2.GenerateResponse:
+    assert item.delta is not None
+    delta = verifier_pb2.Delta(text=item.delta.text, token_ids=item.delta.tokens, logprobs=item.logprobs)
+    return verifier_pb2.GenerateResponse(delta=delta)
+
+
+def _set_trailers(context: grpc.aio.ServicerContext, finished: verifier_pb2.Finished) -> None:
+    context.set_trailing_metadata(
+        (
+            (USAGE_TRAILER, finished.usage.SerializeToString()),
+            (ACCEPTANCE_TRAILER, finished.acceptance.SerializeToString()),
+        )
+    )

@@ -1,0 +1,255 @@
+"""One generation's state on the verifier: tokens, pages, proposal, statistics.
+
+Knows: what a request asked for, what is committed, and when it ends. Pure: no gRPC, no model, no clock of its own.
+
+`tokens` is the only truth. Positions below `computed` have KV; the last token is the anchor. A session whose `computed` is
+len(tokens) - 1 stands at its anchor and may verify a proposal; one further behind is prefilling (a fresh prompt, or recomputing after
+preemption: the arithmetic gives the same bits either way).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from draftwire.v1 import types_pb2, verifier_pb2
+from draftwire_kernels.sampling import History, Sampling
+from draftwire_kernels.tree import TokenTree
+from verifier_service.text import Decoder, TextStream
+
+FinishReason = verifier_pb2.FinishReason
+BlockSizeReason = types_pb2.BlockSizeReason
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Speculation in force for a request."""
+
+    enabled: bool
+    max_block_size: int
+    max_nodes: int
+    parts: tuple[int, ...] = ()
+    mode: int = types_pb2.SPECULATION_MODE_FIXED
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An admitted request: every default filled in, every value checked."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_tokens: int
+    speculation: Speculation
+    eos_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    skip_special_tokens: bool = True
+    priority: int = 0
+    deadline: float | None = None  # seconds, on the engine's clock
+    arrival: float = 0.0
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A checked proposal waiting to be verified."""
+
+    base: int
+    tree: TokenTree
+    parts: tuple[int, ...]
+    block_size: int
+    reason: int
+
+    def depths(self) -> list[int]:
+        """Depth of each node, 0 for children of the anchor."""
+        depths: list[int] = []
+        for parent in self.tree.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+    def cut(self, nodes: int) -> Proposal:
+        """The first `nodes` nodes: parents come before their children, so any prefix is a tree."""
+        tree = TokenTree(self.tree.tokens[:nodes], self.tree.parents[:nodes])
+        return Proposal(self.base, tree, self.parts[:nodes], self.block_size, self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a round gives the client."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What speculation did; drafted = accepted + rejected + discarded."""
+
+    rounds: int = 0
+    plain_rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    discarded: int = 0
+    stale: int = 0
+    reopened: int = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    drafted_at: Counter[int] = field(default_factory=Counter)
+    block_sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    drafted_parts: Counter[int] = field(default_factory=Counter)
+    accepted_parts: Counter[int] = field(default_factory=Counter)
+
+    def add(self, other: Statistics) -> None:
+        """Add the counts of another."""
+        for name in ("rounds", "plain_rounds", "drafted", "accepted", "discarded", "stale", "reopened"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("accepted_at", "drafted_at", "block_sizes", "drafted_parts", "accepted_parts"):
+            getattr(self, name).update(getattr(other, name))
+
+    def to_proto(self) -> types_pb2.AcceptanceStats:
+        """The message clients and trailers carry."""
+        depth = max(self.drafted_at, default=-1) + 1
+        return types_pb2.AcceptanceStats(
+            rounds=self.rounds,
+            plain_rounds=self.plain_rounds,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
+            rejected_tokens=self.drafted - self.accepted - self.discarded,
+            discarded_tokens=self.discarded,
+            accepted_per_position=[self.accepted_at[d] for d in range(depth)],
+            drafted_per_position=[self.drafted_at[d] for d in range(depth)],
+            stale_proposals=self.stale,
+            reopened=self.reopened,
+            mean_acceptance_length=1 + self.accepted / self.rounds if self.rounds else 1.0,
+            block_sizes=[
+                types_pb2.BlockSizeCount(block_size=size, reason=reason, rounds=count)  # type: ignore[arg-type]
+                for (size, reason), count in sorted(self.block_sizes.items())
+            ],
+            accepted_per_part=[
+                types_pb2.PartCount(part=part, drafted=count, accepted=self.accepted_parts[part])  # type: ignore[arg-type]
+                for part, count in sorted(self.drafted_parts.items())
+            ],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a session ended."""
+
+    reason: int
+    matched: str = ""
+
+
+class Session:
+    """A generation in progress."""
+
+    def __init__(self, session_id: int, request: Request, vocab_size: int, tokenizer: Decoder) -> None:
+        self.session_id = session_id
+        self.request = request
+        self.tokens: list[int] = list(request.prompt)
+        self.computed = 0
+        self.cached_tokens = 0
+        self.pages: list[int] = []
+        self.slots = np.empty(0, dtype=np.int64)
+        self.history: History | None = None
+        if request.sampling.needs_history:
+            self.history = History(vocab_size, request.prompt)
+        self.text = TextStream(tokenizer, request.stop_strings, skip_special_tokens=request.skip_special_tokens)
+        self.ending: Ending | None = None
+        self.proposal: Proposal | None = None
+        self.captured: frozenset[int] | None = None  # feature layers kept for every computed position; None: none computed
+        self.last_logits: torch.Tensor | None = None  # of the last prompt position, if a drafter wants them
+        self.stats = Statistics()
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.draft_wait = 0.0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def made(self) -> int:
+        """Tokens made so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def base(self) -> int:
+        """Position of the anchor."""
+        return len(self.tokens) - 1
+
+    @property
+    def at_anchor(self) -> bool:
+        """Whether everything before the anchor has KV and the first token has been made."""
+        return self.computed == self.base and self.made > 0
+
+    def drafts_allowed(self, max_context: int) -> int:
+        """Longest path that may be verified now: the round commits one token more than it accepts."""
+        room = min(self.request.max_tokens - self.made, max_context - len(self.tokens))
+        return max(0, min(room - 1, self.request.speculation.max_block_size - 1))
+
+    def commit(self, tokens: Sequence[int], max_context: int) -> Delta:
+        """Take committed tokens in order until one ends the answer; `ending` says whether one did.
+
+        The checks of one token come in this order: end of sequence, stop token, stop string, max_tokens, context. A token that
+        ends the answer by its id is counted and has no text.
+        """
+        text: list[str] = []
+        taken = 0
+        for token in tokens:
+            self.tokens.append(token)
+            taken += 1
+            if self.history is not None:
+                self.history.append(token)
+            if not self._ends_by_id(token):
+                text.append(self.text.push(token))
+                self._ends_by_text_or_length(max_context)
+            if self.ending is not None:
+                text.append(self.text.finish())
+                if self.text.matched is not None and self.ending.reason != FinishReason.FINISH_REASON_STOP_STRING:
+                    # Characters that were held back completed a stop string at the very end.
+                    self.ending = Ending(FinishReason.FINISH_REASON_STOP_STRING, self.text.matched)
+                break
+        return Delta("".join(text), tuple(tokens[:taken]))
+
+    def _ends_by_id(self, token: int) -> bool:
+        if token in self.request.eos_ids:
+            self.ending = Ending(FinishReason.FINISH_REASON_EOS)
+        elif token in self.request.stop_token_ids:
+            self.ending = Ending(FinishReason.FINISH_REASON_STOP_TOKEN, str(token))
+        return self.ending is not None
+
+    def _ends_by_text_or_length(self, max_context: int) -> None:
+        if self.text.matched is not None:
+            self.ending = Ending(FinishReason.FINISH_REASON_STOP_STRING, self.text.matched)
+        elif self.made >= self.request.max_tokens:
+            self.ending = Ending(FinishReason.FINISH_REASON_MAX_TOKENS)
+        elif len(self.tokens) >= max_context:
+            self.ending = Ending(FinishReason.FINISH_REASON_CONTEXT)
+
+    def count_round(self, proposal: Proposal | None, path: Sequence[int], emitted: int, plain_reason: int) -> None:
+        """Book a round: `path` are the accepted nodes, `emitted` how many of the round's tokens the answer took."""
+        stats = self.stats
+        if proposal is None:
+            stats.plain_rounds += 1
+            stats.block_sizes[1, plain_reason] += 1
+            return
+        depths = proposal.depths()
+        stats.rounds += 1
+        stats.drafted += len(depths)
+        stats.block_sizes[proposal.block_size, proposal.reason] += 1
+        for depth in set(depths):
+            stats.drafted_at[depth] += 1
+        kept = path[:emitted]
+        stats.accepted += len(kept)
+        stats.discarded += len(path) - len(kept)
+        stats.accepted_at.update(range(len(kept)))
+        stats.drafted_parts.update(proposal.parts)
+        stats.accepted_parts.update(proposal.parts[node] for node in kept if proposal.parts)
