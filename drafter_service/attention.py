@@ -1,8 +1,10 @@
-"""Attention of drafted blocks over `[context | block]`, for many sessions of unequal length at once.
+"""Attention of drafted blocks over `[context | block]`, for many sessions of unequal length at
+once.
 
-Two ways with one result: `by_views` reads each session's extent in place (best on CPU: nothing is copied), `padded`
-gathers all sessions into one call (best on GPU: one launch a layer). Query heads that share a key head are folded into
-query rows, so grouped heads cost no copy of keys. Does not know projections, rope or sessions.
+Two ways with one result: `by_views` reads each session's extent in place (best on CPU: nothing is
+copied), `padded` gathers all sessions into one call (best on GPU: one launch a layer). Query heads
+that share a key head are folded into query rows, so grouped heads cost no copy of keys. Does not
+know projections, rope or sessions.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Span:
 def visible(
     size: int, keys: int, first_key: int, rule: LayerAttention, device: torch.device
 ) -> torch.Tensor:
-    """bool [size, keys]: what the last `size` of `first_key + keys` positions see among the last `keys` of them."""
+    """bool [size, keys]: what the last `size` of `first_key + keys` positions see among the last
+    `keys` of them.
+    """
     query = (first_key + keys - size + torch.arange(size, device=device))[:, None]
     key = (first_key + torch.arange(keys, device=device))[None, :]
     seen = torch.ones(size, keys, dtype=torch.bool, device=device)
@@ -50,8 +54,9 @@ def by_views(
     rule: LayerAttention,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [rows, heads, head_dim]; keys, values [kv_heads, pool rows, head_dim]; sink [heads] or None.
-    Returns [rows, heads * head_dim]."""
+    """q [rows, heads, head_dim]; keys, values [kv_heads, pool rows, head_dim]; sink [heads] or
+    None. Returns [rows, heads * head_dim].
+    """
     _, heads, head_dim = q.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
@@ -97,7 +102,9 @@ class PaddedPlan:
         self._masks: dict[LayerAttention, torch.Tensor] = {}
 
     def mask(self, rule: LayerAttention) -> torch.Tensor:
-        """bool [sessions, 1, size, keys]; a padded query sees what is there, so that no row is empty."""
+        """bool [sessions, 1, size, keys]; a padded query sees what is there, so that no row is
+        empty.
+        """
         if rule not in self._masks:
             seen = self.key_used[:, None, :].expand(-1, self.size, -1)
             query, key = self.query_position[:, :, None], self.key[:, None, :]

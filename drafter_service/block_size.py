@@ -1,6 +1,7 @@
 """How large the next block is, and why.
 
-One pure function; today the size is fixed and only cut by limits. Does not know the model or the wire.
+One pure function; today the size is fixed and only cut by limits. Does not know the model or the
+wire.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def choose(
 ) -> BlockSize:
     """The block size of one round.
 
-    preferred: configured size. lane_max: largest the verifier takes (0: any). room: positions left in the drafter's context
-    from the anchor on, or None if the model is not asked.
+    preferred: configured size. lane_max: largest the verifier takes (0: any). room: positions left
+    in the drafter's context from the anchor on, or None if the model is not asked.
     """
     if speculation.off:
         return BlockSize(1, Reason.OFF)

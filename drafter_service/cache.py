@@ -1,9 +1,9 @@
 """Keys and values of context features, per session and layer, in one pool of bounded rows.
 
-A session's rows are one contiguous extent, position 0 first, so attention reads them as a view. The block being drafted
-writes its keys and values just past the committed length and is forgotten by not counting it: rewinding is cropping.
-Row accounting is exact: when every context is closed, `free_rows` is `total_rows` again.
-Does not know sessions, lanes or tokens.
+A session's rows are one contiguous extent, position 0 first, so attention reads them as a view. The
+block being drafted writes its keys and values just past the committed length and is forgotten by
+not counting it: rewinding is cropping. Row accounting is exact: when every context is closed,
+`free_rows` is `total_rows` again. Does not know sessions, lanes or tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class NoRoom(Exception):
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """One session's extent: rows `start` .. `start + capacity`, of which `length` hold committed positions 0 .. length - 1."""
+    """One session's extent: rows `start` .. `start + capacity`, of which `length` hold committed
+    positions 0 .. length - 1.
+    """
 
     start: int
     capacity: int
@@ -34,7 +36,9 @@ class Context:
 
 
 class ContextPool:
-    """Fixed rows shared by all sessions. `keys[layer]` and `values[layer]` are [kv_heads, total_rows, head_dim]."""
+    """Fixed rows shared by all sessions. `keys[layer]` and `values[layer]` are [kv_heads,
+    total_rows, head_dim].
+    """
 
     def __init__(
         self,
@@ -65,15 +69,18 @@ class ContextPool:
         return len(self._contexts)
 
     def open(self, rows: int) -> Context:
-        """A new context with room for `rows`. Raises NoRoom and changes nothing if there are too few."""
+        """A new context with room for `rows`. Raises NoRoom and changes nothing if there are too
+        few.
+        """
         size = _rounded(rows)
         context = Context(self._take(size), size)
         self._contexts.add(context)
         return context
 
     def reserve(self, context: Context, rows: int) -> None:
-        """Make room for `rows` in all, moving the extent if it must; asks for half as much again so that growth is rare.
-        Raises NoRoom and changes nothing if even `rows` do not fit."""
+        """Make room for `rows` in all, moving the extent if it must; asks for half as much again so
+        that growth is rare. Raises NoRoom and changes nothing if even `rows` do not fit.
+        """
         if rows <= context.capacity:
             return
         generous, exact = _rounded(max(rows, context.capacity * 3 // 2)), _rounded(rows)

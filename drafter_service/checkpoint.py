@@ -1,7 +1,8 @@
-"""Draft checkpoints on disk, in the published DFlash format: config.json and safetensors, nothing else.
+"""Draft checkpoints on disk, in the published DFlash format: config.json and safetensors, nothing
+else.
 
-Knows folders, hub ids, tensor names and their variants; every tensor must be known and of the right shape, and none may be
-missing. Does not know how the model drafts.
+Knows folders, hub ids, tensor names and their variants; every tensor must be known and of the right
+shape, and none may be missing. Does not know how the model drafts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drafter_service.draft_config import CheckpointError, DraftConfig, default_target_layers, parse
+from drafter_service.draft_config import CheckpointError, DraftConfig, parse
 from drafter_service.model import DraftModel
+from drafter_service.random_weights import random_model, raw_config_for
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-# Tensors of the target that some files carry along, and a mask embedding of their own that others have.
+# Tensors of the target that some files carry along, and a mask embedding of their own that others
+# have.
 _TARGET_NAMES = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
 _RENAMED = (
     (re.compile(r"^(model|draft_model)\."), ""),
@@ -36,7 +39,9 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A draft model in memory. `embedding`, `head`, `mask_embedding`: only if the file brings them."""
+    """A draft model in memory. `embedding`, `head`, `mask_embedding`: only if the file brings
+    them.
+    """
 
     name: str
     config: DraftConfig
@@ -55,8 +60,9 @@ def load(
     dtype: torch.dtype | None = None,
     random_seed: int | None = None,
 ) -> Checkpoint:
-    """Load a folder or hub id; `dtype` None keeps the file's. With `random_seed` only config.json is read and the weights
-    are drawn. Raises CheckpointError naming field, tensor or file."""
+    """Load a folder or hub id; `dtype` None keeps the file's. With `random_seed` only config.json
+    is read and the weights are drawn. Raises CheckpointError naming field, tensor or file.
+    """
     folder = _folder(source, weights=random_seed is None)
     raw = read_config(folder)
     config = parse(raw)
@@ -86,7 +92,9 @@ def load(
 def save(
     folder: Path, model: DraftModel, raw_config: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> None:
-    """Write `model` in the public format; `raw_config` is the content of config.json and must describe it."""
+    """Write `model` in the public format; `raw_config` is the content of config.json and must
+    describe it.
+    """
     if parse(raw_config) != model.config:
         raise CheckpointError("config.json", "another model's", "that of the model to be saved")
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +119,10 @@ def write_random(
     branches: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a drafter with random weights for a target, marked as untrained. `target_config` is the target's config, an
-    object or a mapping with the usual Hugging Face fields; the mask token defaults to its last embedding row."""
+    """Write a drafter with random weights for a target, marked as untrained. `target_config` is the
+    target's config, an object or a mapping with the usual Hugging Face fields; the mask token
+    defaults to its last embedding row.
+    """
     raw = raw_config_for(
         target_config,
         block_size=block_size,
@@ -124,74 +134,6 @@ def write_random(
     )
     save(folder, random_model(parse(raw), seed), raw, dtype)
     return folder
-
-
-def raw_config_for(
-    target_config: Any,
-    *,
-    block_size: int,
-    num_layers: int,
-    mask_token_id: int | None = None,
-    target_layer_ids: tuple[int, ...] | None = None,
-    branches: int = 1,
-    dtype: torch.dtype = torch.float32,
-    trained: bool = False,
-) -> dict[str, Any]:
-    """config.json, as published, of a drafter shaped after its target."""
-    get = _getter(target_config)
-    hidden, heads = int(get("hidden_size")), int(get("num_attention_heads"))
-    depth, vocab = int(get("num_hidden_layers")), int(get("vocab_size"))
-    if target_layer_ids is None:
-        count = num_layers if depth >= num_layers + 4 else 1
-        target_layer_ids = default_target_layers(count, depth)
-    rope = get("rope_parameters") or {}
-    own: dict[str, Any] = {"trained": trained}
-    if branches > 1:
-        own["branches"] = branches
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": block_size,
-        "num_target_layers": depth,
-        "dflash_config": {
-            "mask_token_id": vocab - 1 if mask_token_id is None else mask_token_id,
-            "target_layer_ids": list(target_layer_ids),
-        },
-        "hidden_size": hidden,
-        "intermediate_size": int(get("intermediate_size")),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(get("num_key_value_heads") or heads),
-        "head_dim": int(get("head_dim") or hidden // heads),
-        "rms_norm_eps": float(get("rms_norm_eps") or 1e-6),
-        "rope_theta": float(get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        "rope_scaling": None,
-        "max_position_embeddings": int(get("max_position_embeddings") or 32768),
-        "vocab_size": vocab,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "layer_types": ["full_attention"] * num_layers,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
-        "draftwire": own,
-    }
-
-
-def random_model(config: DraftConfig, seed: int) -> DraftModel:
-    """Weights N(0, 0.02), norms 1: the initialisation that training starts from. float32 on CPU."""
-    model = DraftModel(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if name.endswith("norm.weight") or "layernorm" in name:
-                tensor.fill_(1.0)
-            elif name == "branch_prior.weight" or name.endswith("attention_sink_bias"):
-                tensor.zero_()
-            else:
-                tensor.normal_(0.0, 0.02, generator=generator)
-    return model
 
 
 def sha256_of(model: DraftModel) -> str:
@@ -285,7 +227,8 @@ def _check_tensors(
         raise CheckpointError(
             "target_hidden_size",
             config.target_hidden_size,
-            f"hidden_size = {config.hidden_size}, unless the checkpoint brings embed_tokens.weight and lm_head.weight",
+            f"hidden_size = {config.hidden_size}, unless embed_tokens.weight and lm_head.weight "
+            "are in the checkpoint",
         )
 
 
@@ -304,7 +247,7 @@ def _split_fused(config: DraftConfig, tensors: dict[str, torch.Tensor]) -> None:
             tensor = tensors.pop(name)
             if tensor.shape[0] != sum(sizes):
                 raise CheckpointError(name, f"of {tensor.shape[0]} rows", f"of {sum(sizes)} rows")
-            for part, piece in zip(parts, tensor.split(sizes), strict=True):
+            for part, piece in zip(parts, torch.split(tensor, list(sizes)), strict=True):
                 tensors[name.replace(joined, part)] = piece.contiguous()
 
 
@@ -324,9 +267,3 @@ def _file_dtype(raw: Mapping[str, Any]) -> torch.dtype:
     if name not in known:
         raise CheckpointError("dtype", name, f"one of {', '.join(known)}")
     return known[name]
-
-
-def _getter(config: Any) -> Any:
-    if isinstance(config, Mapping):
-        return config.get
-    return lambda name: getattr(config, name, None)

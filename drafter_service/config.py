@@ -20,8 +20,8 @@ class Config(WireConfig):
     )
     target: str | None = setting(
         None,
-        help="target model (folder, Hugging Face id, .gguf file, package:NAME) whose embedding and head are read from its "
-        "files; without it they come over the first lane",
+        help="target model (folder, Hugging Face id, .gguf file, package:NAME) whose embedding and "
+        "head are read from its files; without it they come over the first lane",
     )
     name: str = setting("drafter", help="name in logs and towards verifiers")
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N; auto is cuda where there is one")
@@ -42,7 +42,8 @@ class Config(WireConfig):
     max_nodes: int = setting(32, help="most drafted tokens a round", minimum=1, maximum=1024)
     draft_parts: tuple[str, ...] = setting(
         ("rank_tree", "branches", "ngram"),
-        help=f"how tokens are chosen, merged into one tree; of {', '.join(PARTS)}; branches need a checkpoint that has them",
+        help=f"how tokens are chosen, merged into one tree; of {', '.join(PARTS)}; branches need "
+        "a checkpoint that has them",
     )
     cache_rows: int = setting(65536, help="feature rows kept over all sessions", minimum=64)
     max_sessions: int = setting(256, help="sessions open at a time over all lanes", minimum=1)

@@ -1,7 +1,7 @@
 """What a draft model looks like: a checkpoint's config.json, read once into one typed value.
 
-Knows every published variant of the DFlash config and refuses by name what the model here cannot run. Does not know
-tensors, files or devices.
+Knows every published variant of the DFlash config and refuses by name what the model here cannot
+run. Does not know tensors, files or devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be used. `field` is the config field, tensor or file; `value` what it holds;
-    `limit` what would be allowed."""
+    """A checkpoint that cannot be used. `field` is the config field, tensor or file; `value` what
+    it holds; `limit` what would be allowed.
+    """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} is {str(value)[:200]}; it must be {limit}")
@@ -91,7 +92,9 @@ class DraftConfig:
 
 
 def default_target_layers(count: int, num_target_layers: int) -> tuple[int, ...]:
-    """The layers the method taps when the config names none: `count` ids spread over 1 .. num_target_layers - 3."""
+    """The layers the method taps when the config names none: `count` ids spread over 1 ..
+    num_target_layers - 3.
+    """
     if count == 1:
         return (num_target_layers // 2,)
     start, end = 1, num_target_layers - 3

@@ -5,7 +5,6 @@ Knows model, cache, candidates and trees. Does not know lanes, threads or messag
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +16,20 @@ from drafter_service.block_size import BlockSize
 from drafter_service.cache import Context, ContextPool
 from drafter_service.messages import Proposal, Reason
 from drafter_service.model import Block, Candidates, DraftModel, LogitBias
+from drafter_service.ranking import Ints, Ranked, RowDraws, rank
 from drafter_service.session import Session
-from drafter_service.tree import Ints, Part, Ranked, RowDraws, Tree, build, rank
+from drafter_service.tree import Part, Tree, build
 
-# Candidates looked at in each slot: the token that the target draws is among 64 in nearly every round.
+# Candidates looked at in each slot: the token that the target draws is among 64 in nearly every
+# round.
 CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One session to draft for. `context` None: no model for it (no room or no target), n-gram only."""
+    """One session to draft for. `context` None: no model for it (no room or no target), n-gram
+    only.
+    """
 
     session: Session
     context: Context | None
@@ -37,7 +40,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Proposals in the order of the jobs; None where the model gave no finite numbers. `model_ns`: time in the model."""
+    """Proposals in the order of the jobs; None where the model gave no finite numbers. `model_ns`:
+    time in the model.
+    """
 
     proposals: list[Proposal | None]
     model_ns: int
@@ -58,7 +63,9 @@ class _Place:
 
 
 def draft(model: DraftModel, pool: ContextPool, jobs: Sequence[Job]) -> Drafted:
-    """Draft for all jobs. Contexts must hold all positions before the anchor and have room for the block."""
+    """Draft for all jobs. Contexts must hold all positions before the anchor and have room for the
+    block.
+    """
     asked = [job for job in jobs if job.context is not None and job.block.size > 1]
     if not asked:
         return Drafted([_proposal(job, _tree(job)) for job in jobs], 0)
@@ -102,7 +109,8 @@ def _run(
     places: list[_Place] = []
     biases: list[LogitBias] = []
     for job, first, prior in zip(jobs, firsts, priors, strict=True):
-        # Branch z of hidden row r is row r * count + z of the expanded states; without the part only the likeliest one.
+        # Branch z of hidden row r is row r * count + z of the expanded states; without the part
+        # only the likeliest one.
         all_branches = Part.BRANCHES in job.parts and count > 1
         chosen = range(count) if all_branches else (prior.index(max(prior)),)
         at, slots = len(wanted), range(first + 1, first + job.block.size)
@@ -126,7 +134,9 @@ def _bias(job: Job, first: int, end: int, device: torch.device) -> LogitBias:
 
 
 def _draws(jobs: Sequence[Job], places: Sequence[_Place]) -> RowDraws:
-    """Temperature, seed and absolute position of every candidate row: slot j is drawn at base + j."""
+    """Temperature, seed and absolute position of every candidate row: slot j is drawn at base +
+    j.
+    """
     temperatures: list[float] = []
     coupled: list[bool] = []
     seeds: list[int] = []
@@ -177,11 +187,3 @@ def _proposal(job: Job, tree: Tree) -> Proposal:
     session = job.session
     size = job.block.size if tree.tokens else 1
     return Proposal(session.session_id, session.epoch, session.base, tree, size, reason)
-
-
-def survival(tree: Tree) -> float:
-    """Expected accepted drafts by the drafter's own estimate: the sum over nodes of the chance of their whole path."""
-    reached: list[float] = []
-    for parent, log_prob in zip(tree.parents, tree.log_probs, strict=True):
-        reached.append(log_prob + (reached[parent] if parent >= 0 else 0.0))
-    return math.fsum(math.exp(value) for value in reached)

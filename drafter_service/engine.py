@@ -1,8 +1,8 @@
 """The drafting loop: one thread that drafts for every session of every lane.
 
-`step` is the walk: take in what the lanes said, extend the contexts, draft all ready sessions as one batch, answer each lane
-once. The thread sleeps on a condition; the event loop only appends to the inbox. Knows sessions, cache and model. Does not
-know the wire: lanes are numbers with a callback.
+`step` is the walk: take in what the lanes said, extend the contexts, draft all ready sessions as
+one batch, answer each lane once. The thread sleeps on a condition; the event loop only appends to
+the inbox. Does not know the wire: a lane is a number and a callback.
 """
 
 from __future__ import annotations
@@ -11,26 +11,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 import torch
 
 from drafter_service.block_size import BlockSize, choose
-from drafter_service.cache import Context, ContextPool, NoRoom
 from drafter_service.drafting import Job, draft
-from drafter_service.messages import FaultKind, Proposal, Reason, Step, StepResult
+from drafter_service.messages import FaultKind, Malformed, Proposal, Reason, Step, StepResult
 from drafter_service.metrics import Counters
 from drafter_service.model import DraftModel
+from drafter_service.seats import SeatLimits, Seats
 from drafter_service.session import Session, SessionTable
 from drafter_service.tree import Part
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-
-HEADROOM = 128  # rows reserved past what a session has, so that short answers never move
-UNBOUNDED_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +65,29 @@ class Lane:
     table: SessionTable
 
 
-@dataclass(slots=True, eq=False)
-class Seat:
-    """What the engine keeps for a session: its extent of the cache, rows on their way into it, and when it last spoke."""
-
-    context: Context | None
-    incoming: list[torch.Tensor] = field(default_factory=list)
-    last_heard: float = 0.0
-
-
 Work = tuple[Lane, Step]
+Ready = list[tuple[Lane, Session]]
 
 
 class Engine:
     """Owns model, cache and sessions; all of them are touched by its thread only."""
 
     def __init__(self, model: DraftModel, settings: EngineSettings) -> None:
-        config = model.config
         self.model = model
         self.settings = settings
         self.counters = Counters()
-        self.pool = ContextPool(
-            layers=config.num_layers,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rows=settings.cache_rows,
-            dtype=model.dtype,
-            device=model.device,
+        limits = SeatLimits(
+            cache_rows=settings.cache_rows,
+            max_sessions=settings.max_sessions,
+            max_context=settings.max_context,
+            block_size=settings.block_size,
+            evict_idle_s=settings.evict_idle_s,
         )
+        self.seats = Seats(model, limits)
+        self.pool = self.seats.pool
+        every = frozenset(Part)
+        self._parts_available = every if model.config.branches > 1 else every - {Part.BRANCHES}
         self._lanes: dict[int, Lane] = {}
-        self._seats: dict[Session, Seat] = {}
         self._inbox: list[Work | Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopped = False
@@ -137,24 +127,10 @@ class Engine:
         self._put(run)
         return future
 
-    def add_lane(self, limits: LaneLimits, deliver: Callable[[StepResult], None]) -> Lane:
-        """Make a lane; call on the engine's thread (through `call`)."""
-        self._next_lane += 1
-        table = SessionTable(vocab_size=limits.embedding_rows, max_tokens=self.settings.max_tokens)
-        lane = Lane(self._next_lane, limits, deliver, table)
-        self._lanes[lane.lane_id] = lane
-        return lane
-
-    def remove_lane(self, lane: Lane) -> None:
-        """Free all that a lane holds; call on the engine's thread (through `call`)."""
-        self._lanes.pop(lane.lane_id, None)
-        lane.table.release_all()
-        self._free(lane)
-
     @property
     def session_count(self) -> int:
         """Open sessions of all lanes."""
-        return len(self._seats)
+        return len(self.seats)
 
     @property
     def lane_count(self) -> int:
@@ -166,168 +142,79 @@ class Engine:
         since = self._busy_since
         return since is None or time.monotonic() - since < self.settings.stall_s
 
-    # The engine's thread.
+    # On the engine's thread; others come here through `call`.
+
+    def add_lane(self, limits: LaneLimits, deliver: Callable[[StepResult], None]) -> Lane:
+        """Make a lane."""
+        self._next_lane += 1
+        table = SessionTable(vocab_size=limits.embedding_rows, max_tokens=self.settings.max_tokens)
+        lane = Lane(self._next_lane, limits, deliver, table)
+        self._lanes[lane.lane_id] = lane
+        return lane
+
+    def remove_lane(self, lane: Lane) -> None:
+        """Free all that a lane holds."""
+        self._lanes.pop(lane.lane_id, None)
+        lane.table.release_all()
+        self.seats.free(lane.table)
 
     def step(self, work: Iterable[Work]) -> list[tuple[Lane, StepResult]]:
-        """One step over all that the lanes have said: returns one result for each lane that was heard."""
+        """One step over all that the lanes have said; one result for each lane that was heard."""
         heard: dict[Lane, Step] = {}
         for lane, message in work:
             self._take_in(lane, message)
             heard[lane] = message
         alive = [(lane, session) for lane in heard for session in lane.table.settle()]
         started = time.perf_counter_ns()
-        self._extend(alive)
-        extended_ns = time.perf_counter_ns() - started
-        ready = [
-            (lane, session) for lane, session in alive if session.ready and session in self._seats
-        ]
+        self.counters.feature_rows += self.seats.extend([session for _, session in alive])
+        extend_ns = time.perf_counter_ns() - started
+        ready = [entry for entry in alive if entry[1].ready and entry[1] in self.seats]
         proposals, draft_ns = self._draft(ready)
-        return self._answers(heard, proposals, extended_ns + draft_ns)
+        return self._answers(heard, proposals, extend_ns + draft_ns)
 
     def _take_in(self, lane: Lane, step: Step) -> None:
-        """Ends, opens, features, outcomes: tokens move now, rows are set aside for `_extend`."""
-        table, now = lane.table, time.monotonic()
+        """Ends, opens, features, outcomes: tokens move now, rows are set aside for `extend`."""
+        table, seats = lane.table, self.seats
         for end in step.ends:
             table.end(end)
-        self._free(lane)
+        seats.free(table)
         for opening in step.opens:
             session = table.open(opening)
-            self._free(lane)
+            seats.free(table)
             if session is not None:
-                self._seat(lane, session)
+                self.counters.opened += 1
+                seats.open(table, session, raw=lane.limits.raw_features)
+                seats.free(table)
         for features in step.features:
             session = table.features(features)
-            if session is not None:
-                self._seats[session].incoming.append(features.rows)  # type: ignore[union-attr]
+            if session is not None and not isinstance(features, Malformed):
+                seats.add_rows(session, features.rows)
         for outcome in step.outcomes:
             session = table.outcome(outcome)
-            if session is None:
+            if session is None or isinstance(outcome, Malformed):
                 continue
-            seat = self._seats[session]
-            if outcome.features is not None:  # type: ignore[union-attr]
-                seat.incoming.append(outcome.features)  # type: ignore[union-attr]
-            if outcome.had_proposal:  # type: ignore[union-attr]
+            if outcome.features is not None:
+                seats.add_rows(session, outcome.features)
+            if outcome.had_proposal:
                 self.counters.rounds += 1
-                self.counters.accepted_tokens += outcome.accepted  # type: ignore[union-attr]
-        for session in table.touched.values():
-            self._seats[session].last_heard = now
+                self.counters.accepted_tokens += outcome.accepted
+        seats.heard(list(table.touched.values()))
+        seats.free(table)
         self.counters.stale += table.stale
         table.stale = 0
-        self._free(lane)
 
-    def _seat(self, lane: Lane, session: Session) -> None:
-        """Give a new session its place, or fault it."""
-        self.counters.opened += 1
-        if len(self._seats) >= self.settings.max_sessions:
-            lane.table.fail(
-                session, FaultKind.NO_ROOM, f"max_sessions = {self.settings.max_sessions} are open"
-            )
-            self._free(lane)
-            return
-        # Past the drafter's context there is nothing to keep: the session lives on n-grams.
-        seat = Seat(None, last_heard=time.monotonic())
-        self._seats[session] = seat
-        if self._room(session) > 1 and self.model.has_target:
-            self._with_room(lane, session, lambda: self._open_context(seat, session))
-
-    def _open_context(self, seat: Seat, session: Session) -> None:
-        wanted = session.base + HEADROOM + self.settings.block_size
-        seat.context = self.pool.open(min(wanted, self.settings.max_context))
-
-    def _with_room(self, lane: Lane, session: Session, action: Callable[[], None]) -> None:
-        """Do what needs cache rows; evict idle sessions if they are short, fault the session if that is not enough."""
-        while True:
-            try:
-                action()
-                return
-            except NoRoom as error:
-                if self._evict_idle(keep=session):
-                    continue
-                lane.table.fail(session, FaultKind.NO_ROOM, f"{error}; option cache_rows")
-                self._free(lane)
-                return
-
-    def _evict_idle(self, keep: Session) -> bool:
-        """Let go of the session that has been silent longest, if for long enough."""
-        latest = time.monotonic() - self.settings.evict_idle_s
-        idle = [
-            (seat.last_heard, lane, session)
-            for lane in self._lanes.values()
-            for session in lane.table.sessions.values()
-            if (seat := self._seats[session]).context is not None
-            and seat.last_heard <= latest
-            and session is not keep
-        ]
-        if not idle:
-            return False
-        _, lane, session = min(idle, key=lambda entry: entry[0])
-        lane.table.fail(
-            session,
-            FaultKind.UNKNOWN_SESSION,
-            "evicted: silent for long and its cache rows were needed",
-        )
-        self.counters.evicted += 1
-        self._free(lane)
-        return True
-
-    def _free(self, lane: Lane) -> None:
-        for session in lane.table.take_released():
-            seat = self._seats.pop(session, None)
-            if seat is not None and seat.context is not None:
-                self.pool.close(seat.context)
-
-    def _extend(self, alive: list[tuple[Lane, Session]]) -> None:
-        """Fuse raw features, then keys and values of all new rows of all sessions at once."""
-        parts: list[tuple[Context, torch.Tensor]] = []
-        raw: list[int] = []
-        for lane, session in alive:
-            seat = self._seats[session]
-            rows = (
-                seat.incoming[0]
-                if len(seat.incoming) == 1
-                else torch.cat(seat.incoming)
-                if seat.incoming
-                else None
-            )
-            seat.incoming.clear()
-            if seat.context is None:
-                continue
-            if self._room(session) <= 1:
-                self.pool.close(seat.context)
-                seat.context = None
-                continue
-            context = seat.context
-            needed = session.rows + self.settings.block_size
-            self._with_room(lane, session, lambda c=context, n=needed: self.pool.reserve(c, n))  # type: ignore[misc]
-            if rows is not None and session in self._seats:
-                if lane.limits.raw_features:
-                    raw.append(len(parts))
-                parts.append((context, rows))
-                self.counters.feature_rows += rows.shape[0]
-        if raw:
-            sizes = [parts[index][1].shape[0] for index in raw]
-            joined = torch.cat([parts[index][1] for index in raw]).to(
-                self.model.device, self.model.dtype
-            )
-            for index, fused in zip(raw, self.model.fuse(joined).split(sizes), strict=True):
-                parts[index] = (parts[index][0], fused)
-        # A session evicted for another's sake has given its extent back.
-        self.model.extend(self.pool, [part for part in parts if part[0].capacity])
-
-    def _draft(self, ready: list[tuple[Lane, Session]]) -> tuple[dict[Lane, list[Proposal]], int]:
-        """One proposal for each ready session; a session whose numbers are not finite is faulted."""
+    def _draft(self, ready: Ready) -> tuple[dict[Lane, list[Proposal]], int]:
+        """One proposal for each ready session; one whose numbers are not finite is faulted."""
         proposals: dict[Lane, list[Proposal]] = {}
-        ready = [(lane, session) for lane, session in ready if session in self._seats]
         if not ready:
             return proposals, 0
-        drafted = draft(
-            self.model, self.pool, [self._job(lane, session) for lane, session in ready]
-        )
+        jobs = [self._job(lane, session) for lane, session in ready]
+        drafted = draft(self.model, self.pool, jobs)
         for (lane, session), proposal in zip(ready, drafted.proposals, strict=True):
             session.wants_proposal = False
             if proposal is None:
                 lane.table.fail(session, FaultKind.INTERNAL, "the draft logits are not finite")
-                self._free(lane)
+                self.seats.free(lane.table)
                 continue
             proposals.setdefault(lane, []).append(proposal)
             self.counters.proposals += 1
@@ -337,34 +224,24 @@ class Engine:
 
     def _job(self, lane: Lane, session: Session) -> Job:
         settings, wishes = self.settings, session.speculation
-        context = self._seats[session].context
+        context = self.seats.context(session)
         block: BlockSize = choose(
             preferred=settings.block_size,
             lane_max=lane.limits.max_block_size,
             speculation=wishes,
             budget=session.budget,
-            room=None if context is None else self._room(session),
+            room=None if context is None else self.seats.room(session),
         )
-        if context is None and self.model.has_target and block.reason == Reason.FIXED:
-            block = BlockSize(block.size, Reason.CONTEXT)
-        limits = (
+        if context is None and block.reason == Reason.FIXED:
+            block = BlockSize(block.size, Reason.NO_MODEL)
+        bounds = (
             settings.max_nodes,
             lane.limits.max_nodes,
             wishes.max_nodes,
             session.budget.max_nodes,
         )
-        parts = (wishes.parts & self.parts_available) or settings.parts
-        return Job(session, context, block, min(limit for limit in limits if limit), parts)
-
-    @property
-    def parts_available(self) -> frozenset[Part]:
-        """Parts that this model can draft with."""
-        every = frozenset(Part)
-        return every if self.model.config.branches > 1 else every - {Part.BRANCHES}
-
-    def _room(self, session: Session) -> int:
-        """Positions from the anchor on that the drafter's context still has."""
-        return self.settings.max_context - session.base
+        parts = (wishes.parts & self._parts_available) or settings.parts
+        return Job(session, context, block, min(bound for bound in bounds if bound), parts)
 
     def _answers(
         self, heard: dict[Lane, Step], proposals: dict[Lane, list[Proposal]], model_ns: int
@@ -372,15 +249,17 @@ class Engine:
         """One result a lane. Faults of lanes that were not heard wait for their next step."""
         self.counters.steps += 1
         self.counters.model_ns += model_ns
+        self.counters.evicted = self.seats.evicted
         results = []
         for lane, last in heard.items():
             faults = lane.table.take_faults()
             self.counters.faults.update(fault.kind for fault in faults)
-            result = StepResult(
-                last.sequence, proposals.get(lane, []), faults, model_ns, last.received_ns
-            )
+            mine = proposals.get(lane, [])
+            result = StepResult(last.sequence, mine, faults, model_ns, last.received_ns)
             results.append((lane, result))
         return results
+
+    # The thread.
 
     def _put(self, item: Work | Callable[[], None]) -> None:
         with self._wake:
@@ -391,9 +270,8 @@ class Engine:
         with torch.inference_mode():
             while True:
                 with self._wake:
-                    while not self._inbox and not self._stopped:
-                        self._busy_since = None
-                        self._wake.wait()
+                    self._busy_since = None
+                    self._wake.wait_for(lambda: self._inbox or self._stopped)
                     if self._stopped:
                         return
                     inbox, self._inbox = self._inbox, []
@@ -401,7 +279,9 @@ class Engine:
                 self._turn(inbox)
 
     def _turn(self, inbox: list[Work | Callable[[], None]]) -> None:
-        """All of the inbox in order: calls run between steps, everything else between two calls is one step."""
+        """All of the inbox in order: calls run between steps, the work between two calls is one
+        step.
+        """
         work: list[Work] = []
         for item in [*inbox, None]:
             if isinstance(item, tuple):
@@ -415,7 +295,7 @@ class Engine:
                 item()
 
     def _guarded_step(self, work: list[Work]) -> None:
-        """A step that fails inside costs the sessions it was for, not the service."""
+        """A step that fails inside costs the sessions of its lanes, not the service."""
         try:
             results = self.step(work)
         except Exception:
@@ -427,11 +307,9 @@ class Engine:
     def _fail_all(self, work: list[Work]) -> list[tuple[Lane, StepResult]]:
         heard = dict(work)
         for lane in heard:
+            lane.table.touched.clear()
             for session in list(lane.table.sessions.values()):
-                lane.table.fail(
-                    session,
-                    FaultKind.INTERNAL,
-                    "the drafter failed inside; its log has the details",
-                )
-            self._free(lane)
+                detail = "the drafter failed inside; its log has the details"
+                lane.table.fail(session, FaultKind.INTERNAL, detail)
+            self.seats.free(lane.table)
         return self._answers(heard, {}, 0)

@@ -1,6 +1,7 @@
 """The handshake of a lane: whether this drafter can serve that target, and on what terms.
 
-Pure: Hello in, HelloReply out, or a refusal that names both sides. Does not know streams or threads.
+Pure: Hello in, HelloReply out, or a refusal that names both sides. Does not know streams or
+threads.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def agree(
     other_lanes: int,
     can_attach: Callable[[pb.CarrierOffer], bool],
 ) -> Terms:
-    """The terms of a lane. `other_lanes`: lanes open now. `can_attach`: whether a ring on offer was proven usable.
-    Raises FailedPrecondition naming what does not fit and what both sides have."""
+    """The terms of a lane. `other_lanes`: lanes open now. `can_attach`: whether a ring on offer was
+    proven usable. Raises FailedPrecondition naming what does not fit and what both sides have.
+    """
     config = facts.checkpoint.config
     _check_target(hello, facts.name, config)
     encoding = next((choice for choice in hello.encodings if choice in ENCODINGS), None)
@@ -102,7 +104,7 @@ def agree(
         hidden_norm_eps=config.rms_norm_eps,
         wants_last_logits=False,
         rules=[types_pb2.ACCEPTANCE_RULE_FOLLOW],
-        parts=[types_pb2.DraftPart.Name(part) for part in parts],  # type: ignore[arg-type]
+        parts=[int(part) for part in parts],  # type: ignore[misc]
         max_message_bytes=facts.max_message_bytes,
     )
     shape = (hello.target.embedding_rows, hello.target.hidden_size)

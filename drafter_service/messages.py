@@ -1,6 +1,7 @@
 """What verifier and drafter tell each other about sessions, as plain values.
 
-The servicer translates these from and to the wire; session and engine know only these. Does not know protobuf or grpc.
+The servicer translates these from and to the wire; session and engine know only these. Does not
+know protobuf or grpc.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """What of the target's sampling the drafter makes use of; without a seed the target's noise is not known."""
+    """What of the target's sampling the drafter makes use of; without a seed the target's noise is
+    not known.
+    """
 
     temperature: float = 1.0
     seed: int | None = None
@@ -92,7 +95,9 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round committed: tokens at previous_base + 1 .. base, features of previous_base .. base - 1."""
+    """What a round committed: tokens at previous_base + 1 .. base, features of previous_base ..
+    base - 1.
+    """
 
     session_id: int
     epoch: int
@@ -159,7 +164,9 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """All that the drafter answers to one lane in one step; acknowledges every Step up to `ack_sequence`."""
+    """All that the drafter answers to one lane in one step; acknowledges every Step up to
+    `ack_sequence`.
+    """
 
     ack_sequence: int
     proposals: list[Proposal]

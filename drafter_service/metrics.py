@@ -11,7 +11,9 @@ from drafter_service.tree import Part
 
 @dataclass(slots=True)
 class Counters:
-    """Written by the engine thread only; readers may see a step half counted, never a wrong number."""
+    """Written by the engine thread only; readers may see a step half counted, never a wrong
+    number.
+    """
 
     steps: int = 0
     proposals: int = 0

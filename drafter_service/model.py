@@ -1,10 +1,13 @@
-"""DFlash in plain torch: fuses target features, keeps their keys and values, drafts blocks in one pass.
+"""DFlash in plain torch: fuses target features, keeps their keys and values, drafts blocks in one
+pass.
 
-The parameters bear the published tensor names, so `state_dict()` is the public format. Embedding and LM head are the
-target's and are given, not owned. Rows of all sessions lie one after another in flat [rows, hidden] tensors; only
-attention looks at sessions apart. Does not know sessions' states, sampling, trees or the wire.
+The parameters bear the published tensor names, so `state_dict()` is the public format. Embedding
+and LM head are the target's and are given, not owned. Rows of all sessions lie one after another in
+flat [rows, hidden] tensors; only attention looks at sessions apart. Does not know sessions' states,
+sampling, trees or the wire.
 
-Slot j of a block whose anchor is at position p predicts the token AT p + j (same position, not the next one).
+Slot j of a block whose anchor is at position p predicts the token AT p + j (same position, not the
+next one).
 """
 
 from __future__ import annotations
@@ -50,9 +53,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, size, bias=bias)
         self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
-        sink = nn.Parameter(torch.zeros(config.num_heads)) if config.attention_sink else None
-        self.register_parameter("attention_sink_bias", sink)
+        if config.attention_sink:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_heads))
         self.head_dim = config.head_dim
+        self.has_sink = config.attention_sink
+
+    @property
+    def sink(self) -> torch.Tensor | None:
+        """float [heads], or None where the config has no sinks."""
+        return self.attention_sink_bias if self.has_sink else None
 
     def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, heads, head_dim], rotated."""
@@ -95,7 +104,9 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One session's block: anchor token, its context (all positions before the anchor) and size, anchor included."""
+    """One session's block: anchor token, its context (all positions before the anchor) and size,
+    anchor included.
+    """
 
     anchor: int
     context: Context
@@ -104,8 +115,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest tokens of each row: ids int64 and logits float32, [rows, count], best first; `normaliser` float32
-    [rows] is the logsumexp over the vocabulary, if it was asked for."""
+    """The likeliest tokens of each row: ids int64 and logits float32, [rows, count], best first;
+    `normaliser` float32 [rows] is the logsumexp over the vocabulary, if it was asked for.
+    """
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -165,8 +177,9 @@ class DraftModel(nn.Module):
         vocab_size: int,
         mask_embedding: torch.Tensor | None = None,
     ) -> None:
-        """Give the target's matrices, each [rows, hidden]; head None: tied. Rows of the head from `vocab_size` on are
-        padding and never proposed."""
+        """Give the target's matrices, each [rows, hidden]; head None: tied. Rows of the head from
+        `vocab_size` on are padding and never proposed.
+        """
         same = embedding if head is None else head
         self._embedding = embedding.to(self.device, self.dtype)
         self._full_head = self._embedding if same is embedding else same.to(self.device, self.dtype)
@@ -191,8 +204,9 @@ class DraftModel(nn.Module):
         return fused
 
     def extend(self, pool: ContextPool, parts: Sequence[tuple[Context, torch.Tensor]]) -> None:
-        """Append features [rows, hidden] to each context: keys and values of every layer, computed once for ever.
-        The contexts must have room."""
+        """Append features [rows, hidden] to each context: keys and values of every layer, computed
+        once for ever. The contexts must have room.
+        """
         parts = [(context, rows) for context, rows in parts if rows.shape[0]]
         if not parts:
             return
@@ -208,8 +222,10 @@ class DraftModel(nn.Module):
             context.length += rows.shape[0]
 
     def draft(self, pool: ContextPool, blocks: Sequence[Block]) -> torch.Tensor:
-        """One pass over the blocks of all sessions. Returns the normed hidden state of every slot, anchors included,
-        [sum of sizes, hidden]. The contexts must have room for their blocks; their lengths stay as they are."""
+        """One pass over the blocks of all sessions. Returns the normed hidden state of every slot,
+        anchors included, [sum of sizes, hidden]. The contexts must have room for their blocks;
+        their lengths stay as they are.
+        """
         device, dtype = self.device, self.dtype
         spans, first = [], 0
         for block in blocks:
@@ -232,7 +248,7 @@ class DraftModel(nn.Module):
             normed = layer.input_layernorm(x)
             pool.write(index, pool_rows, *attn.keys_values(normed, cos, sin))
             q, keys, values = attn.queries(normed, cos, sin), pool.keys[index], pool.values[index]
-            sink = attn.attention_sink_bias
+            sink = attn.sink
             if plan is None:
                 mixed = attention.by_views(q, keys, values, spans, rule, sink)
             else:
@@ -243,14 +259,19 @@ class DraftModel(nn.Module):
         return out
 
     def expand(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows * branches, hidden]: each row once per branch, branches of a row side by side."""
+        """[rows, hidden] -> [rows * branches, hidden]: each row once per branch, branches of a row
+        side by side.
+        """
         if self.config.branches == 1:
             return hidden
         offsets = self.branch_expander(hidden).view(hidden.shape[0], self.config.branches, -1)
-        return (hidden[:, None] + offsets).reshape(-1, hidden.shape[-1])
+        expanded: torch.Tensor = (hidden[:, None] + offsets).reshape(-1, hidden.shape[-1])
+        return expanded
 
     def log_prior(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Hidden states of anchor slots [n, hidden] -> log prior over the branches, float32 [n, branches], tempered."""
+        """Hidden states of anchor slots [n, hidden] -> log prior over the branches, float32 [n,
+        branches], tempered.
+        """
         if self.config.branches == 1:
             return torch.zeros(anchors.shape[0], 1, device=anchors.device)
         return torch.log_softmax(
@@ -258,8 +279,9 @@ class DraftModel(nn.Module):
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocabulary], in the model's type. The rows must be contiguous: a strided input makes
-        this matmul many times slower on CPU."""
+        """[rows, hidden] -> [rows, vocabulary], in the model's type. The rows must be contiguous: a
+        strided input makes this matmul many times slower on CPU.
+        """
         if self._head is None:
             raise RuntimeError("no target is attached")
         logits = F.linear(hidden.contiguous(), self._head)

@@ -1,7 +1,8 @@
 """Prompt lookup: what followed the last tokens when they came before.
 
-An index from each run of 4, 3 and 2 tokens to where its latest occurrence went on; one entry of each length is written per
-token, so a round costs the tokens it added and nothing else. Knows token ids only.
+An index from each run of 4, 3 and 2 tokens to where its latest occurrence went on; one entry of
+each length is written per token, so a round costs the tokens it added and nothing else. Knows token
+ids only.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class NgramIndex:
             known.append(token)
 
     def lookup(self, count: int) -> tuple[list[int], int]:
-        """Up to `count` tokens that followed the latest earlier occurrence of the last 4, else 3, else 2 tokens, and the
-        length that matched (0: none). A match that reaches the end goes on with the tokens it has just given, so a loop is
-        continued as a loop."""
+        """Up to `count` tokens that followed the latest earlier occurrence of the last 4, else 3,
+        else 2 tokens, and the length that matched (0: none). A match that reaches the end goes on
+        with the tokens it has just given, so a loop is continued as a loop.
+        """
         known = self.tokens
         for length, index in zip(LENGTHS, self._next, strict=True):
             start = index.get(tuple(known[-length:])) if len(known) >= length else None

@@ -50,8 +50,9 @@ def _yarn(
     attention = rope.scaling.get("attention_factor")
     if attention is None:
         mscale, mscale_all = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
-        both = bool(mscale and mscale_all)
-        attention = scale_of(float(mscale)) / scale_of(float(mscale_all)) if both else scale_of(1.0)
+        attention = scale_of(1.0)
+        if mscale and mscale_all:
+            attention = scale_of(float(mscale)) / scale_of(float(mscale_all))
     return frequencies, float(attention)
 
 
@@ -72,7 +73,9 @@ class RotaryTable:
         self.frequencies = frequencies.to(device)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [n] -> cos, sin [n, 1, head_dim], ready to multiply [n, heads, head_dim]."""
+        """positions int64 [n] -> cos, sin [n, 1, head_dim], ready to multiply [n, heads,
+        head_dim].
+        """
         angles = positions.to(torch.float32)[:, None] * self.frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)

@@ -22,6 +22,7 @@ from drafter_service.draft_config import CheckpointError, parse
 from drafter_service.engine import Engine, EngineSettings
 from drafter_service.handshake import Facts, TargetInPlace
 from drafter_service.model import Block
+from drafter_service.random_weights import random_model, raw_config_for
 from drafter_service.servicer import DrafterServicer
 from drafter_service.tree import Part
 from draftwire.config import ConfigError, effective
@@ -49,7 +50,9 @@ class DrafterService:
         drafter_pb2_grpc.add_DrafterServicer_to_server(self._door, server)
 
     async def start(self) -> None:
-        """Load checkpoint and target, warm the model. Raises ConfigError for what cannot be loaded."""
+        """Load checkpoint and target, warm the model. Raises ConfigError for what cannot be
+        loaded.
+        """
         config = self._config
         checkpoint, in_place = await asyncio.to_thread(_load, config)
         engine = Engine(checkpoint.model, _settings(config, checkpoint))
@@ -75,7 +78,6 @@ class DrafterService:
             effective=effective(config),
             in_place=in_place,
         )
-        servicer.bind_loop(asyncio.get_running_loop())
         self._servicer = self._door.servicer = servicer
         log.info(
             "drafter loaded",
@@ -103,7 +105,9 @@ class DrafterService:
 
 
 class _Door(drafter_pb2_grpc.DrafterServicer):
-    """Registered before there is anything to serve; the runtime lets no call in until `servicer` is set."""
+    """Registered before there is anything to serve; the runtime lets no call in until `servicer` is
+    set.
+    """
 
     servicer: DrafterServicer | None = None
 
@@ -161,10 +165,10 @@ def _checkpoint(config: Config, device: torch.device) -> Checkpoint:
         return checkpoints.load(config.checkpoint, device=device, dtype=dtype, random_seed=seed)
     assert config.target is not None
     assert seed is not None
-    raw = checkpoints.raw_config_for(
+    raw = raw_config_for(
         targets.read_config(config.target), block_size=config.block_size or 8, num_layers=2
     )
-    model = checkpoints.random_model(parse(raw), seed).to(device, dtype or torch.float32)
+    model = random_model(parse(raw), seed).to(device, dtype or torch.float32)
     model.eval().requires_grad_(False)
     name = f"random-{targets.display_name(config.target)}"
     return Checkpoint(name, model.config, raw, model, checkpoints.sha256_of(model))

@@ -1,8 +1,9 @@
 """Sessions of one lane as a state machine: what each message may do to which session.
 
-Every message names session, epoch and positions. The verifier is the only truth: what is older than the session's state is
-dropped and counted, what does not join on ends the session with a fault. Pure: knows tokens, positions and how many feature
-rows came; does not hold rows, run models or know the wire.
+Every message names session, epoch and positions. The verifier is the only truth: what is older than
+the session's state is dropped and counted, what does not join on ends the session with a fault.
+Pure: knows tokens, positions and how many feature rows came; does not hold rows, run models or know
+the wire.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class SessionError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One generation as the drafter sees it. `rows` feature rows have come, for positions 0 .. rows - 1; the round's block
-    hangs on the anchor at `base`, whose own features are never known before the next round."""
+    """One generation as the drafter sees it. `rows` feature rows have come, for positions 0 .. rows
+    - 1; the round's block hangs on the anchor at `base`, whose own features are never known before
+    the next round.
+    """
 
     session_id: int
     epoch: int
@@ -63,7 +66,9 @@ class Session:
 
     @property
     def ready(self) -> bool:
-        """Whether a block can be drafted now: it is wanted and the features of all positions before the anchor are here."""
+        """Whether a block can be drafted now: it is wanted and the features of all positions before
+        the anchor are here.
+        """
         return self.wants_proposal and self.rows == self.base
 
     def take_features(self, first: int, count: int) -> bool:
@@ -120,8 +125,9 @@ class Session:
 
 @dataclass(slots=True)
 class SessionTable:
-    """The sessions of one lane. `faults` and `released` collect what the engine has to tell and to free; `touched` are the
-    sessions that a message reached since the last step."""
+    """The sessions of one lane. `faults` and `released` collect what the engine has to tell and to
+    free; `touched` are the sessions that a message reached since the last step.
+    """
 
     vocab_size: int
     max_tokens: int
@@ -130,7 +136,8 @@ class SessionTable:
     released: list[Session] = field(default_factory=list)
     touched: dict[int, Session] = field(default_factory=dict)
     stale: int = 0
-    # Sessions lost here, by id, with their epoch: what still comes for them is dropped, for the fault is already told.
+    # Sessions lost here, by id, with their epoch: what still comes for them is dropped, for the
+    # fault is already told.
     _tombstones: dict[int, int] = field(default_factory=dict)
 
     def end(self, message: End) -> None:
@@ -144,7 +151,9 @@ class SessionTable:
             del self._tombstones[message.session_id]
 
     def open(self, message: Open) -> Session | None:
-        """A new session, in the place of one of an older epoch. None: stale, or refused with a fault."""
+        """A new session, in the place of one of an older epoch. None: stale, or refused with a
+        fault.
+        """
         old = self.sessions.get(message.session_id)
         lost = self._tombstones.get(message.session_id)
         if (old is not None and message.epoch <= old.epoch) or (
@@ -251,12 +260,11 @@ class SessionTable:
             self.stale += 1
             return None
         if epoch > session.epoch:
-            self.fail(
-                session,
-                FaultKind.OUT_OF_SYNC,
-                f"epoch {epoch} came, the session is in epoch {session.epoch}",
-            )
-            self._tombstones[session_id] = epoch
+            detail = f"epoch {epoch} came, the session is in epoch {session.epoch}"
+            # Told for the epoch that the verifier is in, or it would take the fault for an old one.
+            error = SessionError(FaultKind.OUT_OF_SYNC, detail)
+            self._fault(session_id, epoch, session.base, error)
+            self._release(session)
             return None
         self.touched[session_id] = session
         return session

@@ -33,7 +33,9 @@ class TargetMatrices:
 
 
 def read_matrices(name: str) -> TargetMatrices:
-    """Embedding and head of a target. Raises CheckpointError, or InvalidArgument for a name that leads nowhere."""
+    """Embedding and head of a target. Raises CheckpointError, or InvalidArgument for a name that
+    leads nowhere.
+    """
     source = resolve(name)
     if source.gguf_file is not None:
         return _from_gguf(Path(source.location) / source.gguf_file)

@@ -1,9 +1,11 @@
-"""Proposals as token trees: which candidates become nodes, in what order, within a budget of nodes and depth.
+"""Proposals as token trees: which candidates become nodes, in what order, within a budget of nodes
+and depth.
 
-The parts merge into one tree; paths that begin alike share nodes. A node's parent always comes before it, and no two children
-of a node bear the same token. Each node carries the part that drafted it and the drafter's estimate, as a natural logarithm,
-of the chance that the target draws that token once it has come to the parent. Where the order uses the target's own noise,
-so does the estimate.
+The parts merge into one tree; paths that begin alike share nodes. A node's parent always comes
+before it, and no two children of a node bear the same token. Each node carries the part that
+drafted it and the drafter's estimate, as a natural logarithm, of the chance that the target draws
+that token once it has come to the parent. Where the order uses the target's own noise, so does the
+estimate.
 
 Knows tokens, scores and the target's noise. Does not know models, sessions or the wire.
 """
@@ -15,25 +17,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from draftwire_kernels.noise import gumbel_rows
+from drafter_service.ranking import Mixture, Ranked, Ranker, Single
 
-# The draft distribution is sharper than the target's temperature asks for: best ranking was measured at 0.6 to 0.8 of it.
-DRAFT_TEMPERATURE = 0.8
-# softmax(score / 1.5) of coupled scores comes closest to the rates at which the target takes each rank.
-COUPLED_SPREAD = 1.5
-# Share of rounds in which the next token of an n-gram match is the target's, by length of the match.
+# Share of rounds in which the next token of an n-gram match is the target's, by length of the
+# match.
 NGRAM_CHANCE = {4: 0.75, 3: 0.6, 2: 0.45}
 NGRAM_NODES = 7
 ANCHOR = -1
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 class Part(IntEnum):
@@ -43,14 +36,6 @@ class Part(IntEnum):
     RANK_TREE = 2
     BRANCHES = 3
     NGRAM = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """Candidates of each slot of one branch, best first, [slots, count], and the log of the estimated chance of each, float32."""
-
-    ids: Ints
-    log_chances: Floats
 
 
 @dataclass(slots=True)
@@ -72,8 +57,9 @@ class Tree:
         return len(self.tokens) >= self.max_nodes
 
     def add(self, parent: int, token: int, log_prob: float, part: Part, branch: int = 0) -> int:
-        """The node of `token` below `parent`, made if it is not there; -2 if the budget is spent. A node that only an n-gram
-        had given is credited to the model part that gives it too."""
+        """The node of `token` below `parent`, made if it is not there; -2 if the budget is spent. A
+        node that only an n-gram had given is credited to the model part that gives it too.
+        """
         found = self._index.get((parent, token))
         if found is not None:
             if self.parts[found] == Part.NGRAM:
@@ -92,44 +78,6 @@ class Tree:
         return node
 
 
-@dataclass(frozen=True, slots=True)
-class RowDraws:
-    """How each candidate row will be drawn from: `temperatures` [rows]; `coupled` bool [rows], whether the order uses the
-    target's noise; `seeds` and `positions` of the noise, one a row (looked at in coupled rows only)."""
-
-    temperatures: Floats
-    coupled: npt.NDArray[np.bool_]
-    seeds: Sequence[int]
-    positions: Sequence[int]
-
-
-def rank(ids: Ints, logits: Floats, normaliser: Floats | None, draws: RowDraws) -> Ranked:
-    """Order the candidates of all rows at once. ids, logits [rows, count], best first; normaliser [rows] or None.
-
-    The order is log draft_probs at the draft temperature (up to a constant a row), plus, in coupled rows, the noise with which
-    the target will draw at that position; at temperature 0 it is draft_probs.
-    """
-    greedy = draws.temperatures <= 0
-    coupled = draws.coupled & ~greedy
-    scale = 1 / np.where(greedy, np.float32(1), np.float32(DRAFT_TEMPERATURE) * draws.temperatures)
-    scores: Floats = logits * scale.astype(np.float32)[:, None]
-    rows = np.flatnonzero(coupled)
-    if rows.size:
-        seeds, positions = (
-            [draws.seeds[row] for row in rows],
-            [draws.positions[row] for row in rows],
-        )
-        scores[rows] += gumbel_rows(seeds, positions, torch.from_numpy(ids[rows])).numpy()
-    spread = scores / np.where(coupled, np.float32(COUPLED_SPREAD), np.float32(1))[:, None]
-    total = _logsumexp(spread)
-    if normaliser is not None:
-        total = np.where(greedy, normaliser, total)
-    order = np.argsort(-scores, axis=1, kind="stable")
-    return Ranked(
-        np.take_along_axis(ids, order, 1), np.take_along_axis(spread - total[:, None], order, 1)
-    )
-
-
 def build(
     *,
     ranked: Sequence[Ranked],
@@ -140,11 +88,11 @@ def build(
     max_nodes: int,
     max_depth: int,
 ) -> Tree:
-    """Merge the parts into one tree: the chain of argmax tokens first, then the n-gram path within its share, then the
-    branches or the rank tree until the budget is spent.
+    """Merge the parts into one tree: the chain of argmax tokens first, then the n-gram path within
+    its share, then the branches or the rank tree until the budget is spent.
 
-    `ranked`: one per branch, empty without a model. `log_prior`: of each branch. `argmax`: the likeliest token of every slot,
-    noise or not. `ngram`: path and length of the match.
+    `ranked`: one per branch, empty without a model. `log_prior`: of each branch. `argmax`: the
+    likeliest token of every slot, noise or not. `ngram`: path and length of the match.
     """
     tree = Tree(max_nodes=max_nodes, max_depth=max_depth)
     has_model = bool(ranked) and max_depth > 0
@@ -199,90 +147,12 @@ def _add_branches(tree: Tree, ranked: Sequence[Ranked], log_prior: Sequence[floa
             last[branch] = tree.add(last[branch], token, chance, Part.BRANCHES, branch)
 
 
-class Ranker(Protocol):
-    """Gives the ordered children of a path."""
-
-    slots: int
-
-    def root(self) -> object:
-        """The state of the empty path."""
-
-    def children(self, state: object, depth: int) -> tuple[list[int], list[float], list[int]]:
-        """Tokens, log chances and branches of the children at slot `depth`, best first."""
-
-    def advance(self, state: object, depth: int, token: int) -> object:
-        """The state after taking `token` at slot `depth`."""
-
-
-class Single:
-    """One branch: slots are independent, so all nodes of a depth share one list."""
-
-    def __init__(self, ranked: Ranked, width: int) -> None:
-        self.slots = ranked.ids.shape[0]
-        # The child at rank r has r better siblings, so a tree of `width` nodes never looks past that rank.
-        self._ids: list[list[int]] = ranked.ids[:, :width].tolist()
-        self._chances: list[list[float]] = ranked.log_chances[:, :width].tolist()
-        self._branches = [0] * width
-
-    def root(self) -> object:
-        """No state."""
-        return None
-
-    def children(self, state: object, depth: int) -> tuple[list[int], list[float], list[int]]:
-        """The slot's list."""
-        return self._ids[depth], self._chances[depth], self._branches
-
-    def advance(self, state: object, depth: int, token: int) -> object:
-        """No state."""
-        return None
-
-
-class Mixture:
-    """Several branches: a path weighs each branch by its prior and by how likely that branch finds the path so far, and
-    ranks the children by the weighted mixture."""
-
-    def __init__(self, ranked: Sequence[Ranked], log_prior: Sequence[float]) -> None:
-        self.slots = ranked[0].ids.shape[0]
-        self._prior = np.exp(np.asarray(log_prior, dtype=np.float64))
-        self._ids: list[Ints] = []
-        self._chances: list[npt.NDArray[np.float64]] = []
-        self._columns: list[dict[int, int]] = []
-        for slot in range(self.slots):
-            ids = np.unique(np.concatenate([branch.ids[slot] for branch in ranked]))
-            table = np.zeros((len(ranked), ids.size))
-            for row, branch in enumerate(ranked):
-                table[row, np.searchsorted(ids, branch.ids[slot])] = np.exp(
-                    branch.log_chances[slot]
-                )
-            self._ids.append(ids)
-            self._chances.append(table)
-            self._columns.append({token: column for column, token in enumerate(ids.tolist())})
-
-    def root(self) -> object:
-        """The prior over the branches."""
-        return self._prior
-
-    def children(self, state: object, depth: int) -> tuple[list[int], list[float], list[int]]:
-        """Children of the weighted mixture; the branch that contributes most is named."""
-        assert isinstance(state, np.ndarray)
-        shares = state[:, None] * self._chances[depth]
-        chances = shares.sum(0) / max(float(state.sum()), 1e-300)
-        order = np.argsort(-chances, kind="stable")
-        order = order[chances[order] > 0]
-        logs: list[float] = np.log(chances[order]).tolist()
-        return self._ids[depth][order].tolist(), logs, shares.argmax(0)[order].tolist()
-
-    def advance(self, state: object, depth: int, token: int) -> object:
-        """Each branch's weight times its chance of the token."""
-        assert isinstance(state, np.ndarray)
-        return state * self._chances[depth][:, self._columns[depth][token]]
-
-
 def _grow(tree: Tree, ranker: Ranker) -> None:
     """Best-first by the product of chances along the path, until the budget is spent.
 
-    The heap holds, for each node's list of children, only its best not yet taken: taking one offers its next sibling and
-    its own best child, so a tree of n nodes costs about 2n heap operations however many candidates there are.
+    The heap holds, for each node's list of children, only its best not yet taken: taking one offers
+    its next sibling and its own best child, so a tree of n nodes costs about 2n heap operations
+    however many candidates there are.
     """
     depth_limit = min(tree.max_depth, ranker.slots)
     if depth_limit <= 0:
@@ -319,9 +189,3 @@ def _grow(tree: Tree, ranker: Ranker) -> None:
                 heapq.heappush(
                     heap, (-(total + below[1][0]), ties, total, node, depth + 1, 0, below, ahead)
                 )
-
-
-def _logsumexp(scores: Floats) -> Floats:
-    best = scores.max(axis=1)
-    total: Floats = best + np.log(np.exp(scores - best[:, None]).sum(axis=1))
-    return total

@@ -1,7 +1,7 @@
 """Between the messages of a lane and the drafter's own values.
 
-Knows protobuf and the codec. A tensor that cannot be read makes a Malformed for its session, not an error of the lane. Does
-not know streams, sessions' states or the model.
+Knows protobuf and the codec. A tensor that cannot be read makes a Malformed for its session, not an
+error of the lane. Does not know streams, sessions' states or the model.
 """
 
 from __future__ import annotations

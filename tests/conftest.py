@@ -1,7 +1,8 @@
-"""What every test can rely on: GPU tests skip themselves, threads and environment stay as they were."""
+"""What every test can rely on: GPU tests skip themselves, the environment is as set here."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 for name in [name for name in os.environ if name.startswith("DRAFTWIRE_")]:
     del os.environ[name]  # a developer's settings are not the tests'
+
+
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    # A loaded machine is no reason to fail: pytest's own timeout bounds a test.
+    hypothesis.settings.register_profile("unhurried", deadline=None)
+    hypothesis.settings.load_profile("unhurried")
 
 
 def _has_cuda() -> bool:
@@ -35,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _same_threads_afterwards() -> Iterator[None]:
-    """Results may depend on the number of threads: a test that changes it does so for itself only."""
+    """Results may depend on the number of threads: a test changes it for itself only."""
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else None
     yield

@@ -31,7 +31,15 @@ TEMPLATE = (
 )
 
 
-def tiny_target(folder: Path, *, seed: int = 0, hidden: int = 48, layers: int = 4, context: int = 512, vocab: int = 0) -> Path:
+def tiny_target(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 48,
+    layers: int = 4,
+    context: int = 512,
+    vocab: int = 0,
+) -> Path:
     """A Llama with random weights and a byte-level tokenizer, saved as a Hugging Face folder."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -40,8 +48,12 @@ def tiny_target(folder: Path, *, seed: int = 0, hidden: int = 48, layers: int = 
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>"
+    )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
@@ -96,7 +108,9 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
     ended: int = 0
     hello: drafter_pb2.Hello | None = None
 
-    async def Draft(self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any) -> AsyncIterator[drafter_pb2.DraftResponse]:  # noqa: N802
+    async def Draft(
+        self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:  # noqa: N802
         mine: set[int] = set()
         self.lanes += 1
         try:
@@ -111,7 +125,9 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
                     ready = self._take(request.step, mine)
                     await self.before_answer()
                     self.answers += 1
-                    response = drafter_pb2.StepResponse(sequence=self.answers, ack_sequence=request.step.sequence)
+                    response = drafter_pb2.StepResponse(
+                        sequence=self.answers, ack_sequence=request.step.sequence
+                    )
                     for session_id in ready:
                         if (proposal := self._proposal(session_id)) is not None:
                             response.proposals.append(proposal)
@@ -155,12 +171,16 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
                 list(o.token_ids), o.prompt_tokens, o.key.epoch, 0, o.budget, o.request_id
             )
             if len(o.token_ids) != o.key.base_position + 1:
-                self.faults.append(f"open with {len(o.token_ids)} tokens at base {o.key.base_position}")
+                self.faults.append(
+                    f"open with {len(o.token_ids)} tokens at base {o.key.base_position}"
+                )
             ready.append(o.key.session_id)
         for f in step.features:
             s = self.sessions[f.key.session_id]
             if f.first_position != s.feature_rows:
-                self.faults.append(f"features from {f.first_position}, {s.feature_rows} rows are here")
+                self.faults.append(
+                    f"features from {f.first_position}, {s.feature_rows} rows are here"
+                )
             s.feature_rows += f.rows.shape[0]
         for o in step.outcomes:
             s = self.sessions.get(o.key.session_id)
@@ -168,9 +188,13 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
                 self.faults.append(f"outcome for unknown session {o.key.session_id}")
                 continue
             if o.previous_base != len(s.tokens) - 1 or o.key.epoch != s.epoch:
-                self.faults.append(f"outcome from base {o.previous_base}, {len(s.tokens) - 1} is here")
+                self.faults.append(
+                    f"outcome from base {o.previous_base}, {len(s.tokens) - 1} is here"
+                )
             if o.features.shape[0] != len(o.token_ids):
-                self.faults.append(f"{o.features.shape[0]} feature rows for {len(o.token_ids)} tokens")
+                self.faults.append(
+                    f"{o.features.shape[0]} feature rows for {len(o.token_ids)} tokens"
+                )
             s.tokens.extend(o.token_ids)
             s.feature_rows += o.features.shape[0]
             s.budget = o.budget
@@ -184,13 +208,21 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
         tree = self.propose(s.tokens, s)
         if tree is None:
             return None
-        key = types_pb2.SessionKey(session_id=session_id, epoch=s.epoch, base_position=len(s.tokens) - 1)
-        nodes = types_pb2.TokenTree(token_ids=tree.tokens, parents=tree.parents, log_probs=[0.0] * len(tree))
+        key = types_pb2.SessionKey(
+            session_id=session_id, epoch=s.epoch, base_position=len(s.tokens) - 1
+        )
+        nodes = types_pb2.TokenTree(
+            token_ids=tree.tokens, parents=tree.parents, log_probs=[0.0] * len(tree)
+        )
         depth = max(tree.depths(), default=0)
-        return drafter_pb2.Proposal(key=key, tree=nodes, block_size=depth + 1, reason=types_pb2.BLOCK_SIZE_REASON_FIXED)
+        return drafter_pb2.Proposal(
+            key=key, tree=nodes, block_size=depth + 1, reason=types_pb2.BLOCK_SIZE_REASON_FIXED
+        )
 
 
-def random_trees(vocab_size: int, max_nodes: int, seed: int = 0, truth: Sequence[int] | None = None) -> Propose:
+def random_trees(
+    vocab_size: int, max_nodes: int, seed: int = 0, truth: Sequence[int] | None = None
+) -> Propose:
     """Random trees to `max_nodes` nodes; with `truth` (whole texts) about half of the nodes lie on the true path."""
     rng = random.Random(seed)
 
@@ -236,7 +268,11 @@ def always_wrong(texts: Sequence[Sequence[int]], vocab_size: int) -> Propose:
 
     def propose(tokens: list[int], session: DraftSession) -> TokenTree | None:
         tree = right(tokens, session)
-        return None if tree is None else TokenTree(tuple((t + 1) % vocab_size for t in tree.tokens), tree.parents)
+        return (
+            None
+            if tree is None
+            else TokenTree(tuple((t + 1) % vocab_size for t in tree.tokens), tree.parents)
+        )
 
     return propose
 
@@ -281,20 +317,35 @@ async def running(service: Any, config: WireConfig) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def scripted(drafter: ScriptedDrafter) -> AsyncIterator[str]:
     """A ScriptedDrafter on loopback."""
-    async with running(_DrafterShell(drafter), WireConfig(drain_grace_s=0.2, log_level="error")) as address:
+    async with running(
+        _DrafterShell(drafter), WireConfig(drain_grace_s=0.2, log_level="error")
+    ) as address:
         yield address
 
 
 @contextlib.asynccontextmanager
-async def verifier(model: Path | str, drafters: Sequence[str] = (), **settings: Any) -> AsyncIterator[tuple[VerifierService, Any]]:
+async def verifier(
+    model: Path | str, drafters: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[tuple[VerifierService, Any]]:
     """The shipped verifier in this process; yields it and a stub."""
     defaults = VerifierConfig(
-        listen="127.0.0.1:0", model=str(model), dtype="float32", drafters=tuple(drafters), kv_tokens=4096, drain_grace_s=0.5, log_level="error"
+        listen="127.0.0.1:0",
+        model=str(model),
+        dtype="float32",
+        drafters=tuple(drafters),
+        kv_tokens=4096,
+        drain_grace_s=0.5,
+        log_level="error",
     )
     config = replace(defaults, **settings)
     service = VerifierService(config)
-    async with running(service, config) as address, open_channel(address, ChannelConfig()) as channel:
-        yield service, verifier_pb2_grpc.VerifierStub(channel)
+    async with (
+        running(service, config) as address,
+        open_channel(address, ChannelConfig()) as channel,
+    ):
+        stub = verifier_pb2_grpc.VerifierStub(channel)
+        stub.channel = channel
+        yield service, stub
 
 
 @dataclass
@@ -344,7 +395,9 @@ async def generate(stub: Any, prompt: Sequence[int] | str, **fields: Any) -> Ans
 OFF = {"mode": types_pb2.SPECULATION_MODE_OFF}
 
 
-def prompts(count: int, vocab_size: int, seed: int = 0, low: int = 1, high: int = 90) -> Iterator[list[int]]:
+def prompts(
+    count: int, vocab_size: int, seed: int = 0, low: int = 1, high: int = 90
+) -> Iterator[list[int]]:
     """Random prompts."""
     rng = random.Random(seed)
     for _ in range(count):

@@ -36,14 +36,25 @@ class Limits:
 
 
 def admit(
-    message: verifier_pb2.GenerateRequest, tokenizer: Any, limits: Limits, *, now: float, deadline: float | None
+    message: verifier_pb2.GenerateRequest,
+    tokenizer: Any,
+    limits: Limits,
+    *,
+    now: float,
+    deadline: float | None,
 ) -> Request:
     """The admitted request. Raises InvalidArgument naming field, limit and value."""
     if message.HasField("grammar"):
         kind = message.grammar.WhichOneof("kind") or "unset"
-        raise InvalidArgument(f"grammar.{kind}", kind, "unset: constrained generation is not served")
+        raise InvalidArgument(
+            f"grammar.{kind}", kind, "unset: constrained generation is not served"
+        )
     if len(message.request_id) > MAX_REQUEST_ID:
-        raise InvalidArgument("request_id", f"{len(message.request_id)} characters", f"at most {MAX_REQUEST_ID} characters")
+        raise InvalidArgument(
+            "request_id",
+            f"{len(message.request_id)} characters",
+            f"at most {MAX_REQUEST_ID} characters",
+        )
     prompt = _prompt(message, tokenizer, limits)
     max_tokens = _max_tokens(message.stop, limits, len(prompt))
     eos = frozenset() if message.stop.ignore_eos else limits.eos_ids
@@ -51,9 +62,13 @@ def admit(
     sampling = _sampling(message, limits, len(prompt), max_tokens, eos | stop_ids)
     output = message.output
     if output.top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidArgument("output.top_logprobs", output.top_logprobs, f"at most {MAX_TOP_LOGPROBS}")
+        raise InvalidArgument(
+            "output.top_logprobs", output.top_logprobs, f"at most {MAX_TOP_LOGPROBS}"
+        )
     if output.top_logprobs and not output.logprobs:
-        raise InvalidArgument("output.top_logprobs", output.top_logprobs, "0 unless output.logprobs is set")
+        raise InvalidArgument(
+            "output.top_logprobs", output.top_logprobs, "0 unless output.logprobs is set"
+        )
     return Request(
         request_id=message.request_id or secrets.token_hex(8),
         prompt=tuple(prompt),
@@ -65,7 +80,9 @@ def admit(
         stop_strings=_stop_strings(message.stop.stop_strings),
         logprobs=output.logprobs,
         top_logprobs=output.top_logprobs,
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        skip_special_tokens=output.skip_special_tokens
+        if output.HasField("skip_special_tokens")
+        else True,
         priority=message.priority,
         deadline=deadline,
         arrival=now,
@@ -87,7 +104,10 @@ def _prompt(message: verifier_pb2.GenerateRequest, tokenizer: Any, limits: Limit
         raise InvalidArgument(field, "", "at least one token")
     if len(ids) >= limits.max_context:
         raise InvalidArgument(
-            field, f"{len(ids)} tokens", f"at most {limits.max_context - 1} tokens, one less than the context", reason="PROMPT_TOO_LONG"
+            field,
+            f"{len(ids)} tokens",
+            f"at most {limits.max_context - 1} tokens, one less than the context",
+            reason="PROMPT_TOO_LONG",
         )
     return ids
 
@@ -102,22 +122,41 @@ def _chat(chat: verifier_pb2.Chat, tokenizer: Any) -> list[int]:
         try:
             variables[name] = json.loads(value)
         except ValueError:
-            raise InvalidArgument(f"chat.template_variables[{name}]", value, "a JSON value") from None
-    for reserved in ("tokenize", "add_generation_prompt", "return_dict", "return_tensors", "chat_template", "conversation"):
+            raise InvalidArgument(
+                f"chat.template_variables[{name}]", value, "a JSON value"
+            ) from None
+    for reserved in (
+        "tokenize",
+        "add_generation_prompt",
+        "return_dict",
+        "return_tensors",
+        "chat_template",
+        "conversation",
+    ):
         if reserved in variables:
-            raise InvalidArgument(f"chat.template_variables[{reserved}]", reserved, "a variable of the template, not of the tokenizer")
+            raise InvalidArgument(
+                f"chat.template_variables[{reserved}]",
+                reserved,
+                "a variable of the template, not of the tokenizer",
+            )
     messages = [{"role": m.role, "content": m.content} for m in chat.messages]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **variables
+        )
     except Exception as error:  # noqa: BLE001  templates are programs and may raise anything
-        raise InvalidArgument("chat", type(error).__name__, f"messages that the chat template accepts ({error})") from error
+        raise InvalidArgument(
+            "chat", type(error).__name__, f"messages that the chat template accepts ({error})"
+        ) from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _token_ids(field: str, ids: Sequence[int], limits: Limits) -> Sequence[int]:
     for index, token in enumerate(ids):
         if token >= limits.vocab_size:
-            raise InvalidArgument(f"{field}[{index}]", token, f"below the vocabulary size {limits.vocab_size}")
+            raise InvalidArgument(
+                f"{field}[{index}]", token, f"below the vocabulary size {limits.vocab_size}"
+            )
     return list(ids)
 
 
@@ -134,22 +173,32 @@ def _max_tokens(stop: types_pb2.StopConditions, limits: Limits, prompt: int) -> 
 
 
 def _sampling(
-    message: verifier_pb2.GenerateRequest, limits: Limits, prompt: int, max_tokens: int, endings: frozenset[int]
+    message: verifier_pb2.GenerateRequest,
+    limits: Limits,
+    prompt: int,
+    max_tokens: int,
+    endings: frozenset[int],
 ) -> Sampling:
     s, stop = message.sampling, message.stop
     if stop.min_tokens > max_tokens:
-        raise InvalidArgument("stop.min_tokens", stop.min_tokens, f"at most max_tokens ({max_tokens})")
+        raise InvalidArgument(
+            "stop.min_tokens", stop.min_tokens, f"at most max_tokens ({max_tokens})"
+        )
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(s, name)
         if not -2 <= value <= 2:
             raise InvalidArgument(f"sampling.{name}", value, "in [-2, 2]")
     if len(s.logit_bias) > MAX_BIASES:
-        raise InvalidArgument("sampling.logit_bias", f"{len(s.logit_bias)} entries", f"at most {MAX_BIASES} entries")
+        raise InvalidArgument(
+            "sampling.logit_bias", f"{len(s.logit_bias)} entries", f"at most {MAX_BIASES} entries"
+        )
     for token, bias in s.logit_bias.items():
         if not (math.isfinite(bias) and -100 <= bias <= 100):
             raise InvalidArgument(f"sampling.logit_bias[{token}]", bias, "in [-100, 100]")
     if s.top_k > limits.vocab_size:
-        raise InvalidArgument("sampling.top_k", s.top_k, f"at most the vocabulary size {limits.vocab_size}")
+        raise InvalidArgument(
+            "sampling.top_k", s.top_k, f"at most the vocabulary size {limits.vocab_size}"
+        )
     try:
         sampling = Sampling(
             temperature=s.temperature if s.HasField("temperature") else 1.0,
@@ -172,10 +221,16 @@ def _sampling(
 
 def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        raise InvalidArgument("stop.stop_strings", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
+        raise InvalidArgument(
+            "stop.stop_strings", f"{len(stops)} strings", f"at most {MAX_STOPS} strings"
+        )
     for index, stop in enumerate(stops):
         if not 1 <= len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidArgument(f"stop.stop_strings[{index}]", f"{len(stop)} characters", f"1 to {MAX_STOP_LENGTH} characters")
+            raise InvalidArgument(
+                f"stop.stop_strings[{index}]",
+                f"{len(stop)} characters",
+                f"1 to {MAX_STOP_LENGTH} characters",
+            )
     return tuple(stops)
 
 
@@ -186,15 +241,30 @@ def _speculation(options: types_pb2.SpeculationOptions, limits: Limits) -> Specu
         types_pb2.SPECULATION_MODE_FIXED,
     )
     if options.mode not in served_modes:
-        raise InvalidArgument("speculation.mode", _name(types_pb2.SpeculationMode, options.mode), "OFF or FIXED: others are not served")
-    if options.rule not in (types_pb2.ACCEPTANCE_RULE_UNSPECIFIED, types_pb2.ACCEPTANCE_RULE_FOLLOW):
-        raise InvalidArgument("speculation.rule", _name(types_pb2.AcceptanceRule, options.rule), "FOLLOW: others are not served")
+        raise InvalidArgument(
+            "speculation.mode",
+            _name(types_pb2.SpeculationMode, options.mode),
+            "OFF or FIXED: others are not served",
+        )
+    if options.rule not in (
+        types_pb2.ACCEPTANCE_RULE_UNSPECIFIED,
+        types_pb2.ACCEPTANCE_RULE_FOLLOW,
+    ):
+        raise InvalidArgument(
+            "speculation.rule",
+            _name(types_pb2.AcceptanceRule, options.rule),
+            "FOLLOW: others are not served",
+        )
     for index, part in enumerate(options.parts):
         if part not in types_pb2.DraftPart.values() or part in (
             types_pb2.DRAFT_PART_UNSPECIFIED,
             types_pb2.DRAFT_PART_SAMPLED,
         ):
-            raise InvalidArgument(f"speculation.parts[{index}]", _name(types_pb2.DraftPart, part), "ARGMAX, RANK_TREE, BRANCHES or NGRAM")
+            raise InvalidArgument(
+                f"speculation.parts[{index}]",
+                _name(types_pb2.DraftPart, part),
+                "ARGMAX, RANK_TREE, BRANCHES or NGRAM",
+            )
     block = options.max_block_size if options.HasField("max_block_size") else limits.max_block_size
     if not 1 <= block <= limits.max_block_size:
         raise InvalidArgument("speculation.max_block_size", block, f"1 to {limits.max_block_size}")

@@ -46,7 +46,9 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, N, d], key and value [1, H_kv, N, d] -> [1, N, H, d]."""
     if draftwire is None:
-        raise RuntimeError("draftwire_paged attention needs the keyword argument `draftwire` of the forward call")
+        raise RuntimeError(
+            "draftwire_paged attention needs the keyword argument `draftwire` of the forward call"
+        )
     if getattr(module, "sliding_window", None):
         raise RuntimeError("sliding-window attention layers are not served by draftwire_paged")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -63,7 +65,11 @@ def paged_attention(
 
 
 def attend_invariant(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: AttentionGroup,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of one group; query [N, H, d], keys and values [slots, H_kv, d] -> fp32 [real rows, H, d]."""
     count, rows = group.rows.shape
@@ -93,15 +99,23 @@ def attend_invariant(
     return out.index_select(0, group.real_rows)
 
 
-def _shared_scores(q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup) -> torch.Tensor | None:
+def _shared_scores(
+    q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup
+) -> torch.Tensor | None:
     """Scores [S, H_kv, R, G, L] against the keys all rows of a session share; -inf where a row must not look."""
     count, kv_heads, rows, per_kv, dim = q.shape
     length = group.shared_slots.shape[1]
     if length == 0:
         return None
-    k = keys.index_select(0, group.shared_slots.reshape(-1)).float().view(count, length, kv_heads, dim)
+    k = (
+        keys.index_select(0, group.shared_slots.reshape(-1))
+        .float()
+        .view(count, length, kv_heads, dim)
+    )
     k = k.permute(0, 2, 3, 1).reshape(count * kv_heads, dim, length)
-    scores = torch.bmm(q.view(count * kv_heads, rows * per_kv, dim), k).view(count, kv_heads, rows, per_kv, length)
+    scores = torch.bmm(q.view(count * kv_heads, rows * per_kv, dim), k).view(
+        count, kv_heads, rows, per_kv, length
+    )
     index = torch.arange(length, device=q.device)
     last = torch.minimum(group.positions, group.shared_limit[:, None] - 1)
     hidden = index > last[:, :, None]  # [S, R, L]
@@ -113,12 +127,18 @@ def _own_scores(q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup) -> t
     assert group.tail_slots is not None and group.tail_start is not None
     count, kv_heads, rows, per_kv, dim = q.shape
     width = group.tail_slots.shape[2]
-    k = keys.index_select(0, group.tail_slots.reshape(-1)).float().view(count, rows, width, kv_heads, dim)
+    k = (
+        keys.index_select(0, group.tail_slots.reshape(-1))
+        .float()
+        .view(count, rows, width, kv_heads, dim)
+    )
     k = k.permute(0, 3, 1, 4, 2).reshape(count * kv_heads * rows, dim, width)
     scores = torch.bmm(_pad_heads(q.view(count * kv_heads * rows, per_kv, dim)), k)[:, :per_kv]
     index = group.tail_start[:, None] + torch.arange(width, device=q.device)
     hidden = index[:, None, :] > group.positions[:, :, None]  # [S, R, T]
-    return scores.reshape(count, kv_heads, rows, per_kv, width).masked_fill(hidden[:, None, :, None, :], float("-inf"))
+    return scores.reshape(count, kv_heads, rows, per_kv, width).masked_fill(
+        hidden[:, None, :, None, :], float("-inf")
+    )
 
 
 def _shared_sums(
@@ -127,7 +147,11 @@ def _shared_sums(
     """Per block: (sum of weights [S, H_kv, R, G, 1], weighted values [S, H_kv, R, G, d])."""
     count, kv_heads, rows, per_kv, length = weights.shape
     blocks = length // BLOCK
-    v = values.index_select(0, group.shared_slots.reshape(-1)).float().view(count, blocks, BLOCK, kv_heads, -1)
+    v = (
+        values.index_select(0, group.shared_slots.reshape(-1))
+        .float()
+        .view(count, blocks, BLOCK, kv_heads, -1)
+    )
     v = v.permute(0, 3, 1, 2, 4).reshape(count * kv_heads * blocks, BLOCK, -1)
     w = weights.view(count, kv_heads, rows * per_kv, blocks, BLOCK).transpose(2, 3).contiguous()
     parts = torch.bmm(w.view(count * kv_heads * blocks, rows * per_kv, BLOCK), v)
@@ -142,10 +166,16 @@ def _own_sums(
     assert group.tail_slots is not None
     count, kv_heads, rows, per_kv, width = weights.shape
     blocks = width // BLOCK
-    v = values.index_select(0, group.tail_slots.reshape(-1)).float().view(count, rows, blocks, BLOCK, kv_heads, -1)
+    v = (
+        values.index_select(0, group.tail_slots.reshape(-1))
+        .float()
+        .view(count, rows, blocks, BLOCK, kv_heads, -1)
+    )
     v = v.permute(0, 4, 1, 2, 3, 5).reshape(count * kv_heads * rows * blocks, BLOCK, -1)
     w = weights.view(count, kv_heads, rows, per_kv, blocks, BLOCK).transpose(3, 4).contiguous()
-    parts = torch.bmm(_pad_heads(w.view(count * kv_heads * rows * blocks, per_kv, BLOCK)), v)[:, :per_kv]
+    parts = torch.bmm(_pad_heads(w.view(count * kv_heads * rows * blocks, per_kv, BLOCK)), v)[
+        :, :per_kv
+    ]
     parts = parts.reshape(count, kv_heads, rows, blocks, per_kv, -1)
     totals = w.sum(-1, keepdim=True)
     return [(totals[:, :, :, b], parts[:, :, :, b]) for b in range(blocks)]
@@ -158,7 +188,11 @@ def _pad_heads(rows: torch.Tensor) -> torch.Tensor:
 
 
 def attend_fast(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    group: AttentionGroup,
+    scale: float,
 ) -> torch.Tensor:
     """As attend_invariant, by scaled_dot_product_attention; bits depend on the batch."""
     count, rows = group.rows.shape
@@ -173,7 +207,12 @@ def attend_fast(
         last = group.positions.clamp_min(0)
         seen = torch.arange(k.shape[1], device=q.device) <= last[:, :, None]
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen[:, None], scale=scale, enable_gqa=True
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
     )
     return out.transpose(1, 2).reshape(count * rows, heads, dim).index_select(0, group.real_rows)
 

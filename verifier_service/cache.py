@@ -80,7 +80,9 @@ class PagePool:
 
     def keep_prefix(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make the full pages of `tokens` findable. Pages whose content is cached already stay private."""
-        for digest, page in zip(self._digests(tokens, len(tokens) // self.page_size), pages, strict=False):
+        for digest, page in zip(
+            self._digests(tokens, len(tokens) // self.page_size), pages, strict=False
+        ):
             if digest not in self._cached and page not in self._hash_of:
                 self._cached[digest] = page
                 self._hash_of[page] = digest
@@ -94,7 +96,9 @@ class PagePool:
         digests, state = [], b""
         for index in range(count):
             part = tokens[index * self.page_size : (index + 1) * self.page_size]
-            state = hashlib.blake2b(state + b",".join(b"%d" % t for t in part), digest_size=16).digest()
+            state = hashlib.blake2b(
+                state + b",".join(b"%d" % t for t in part), digest_size=16
+            ).digest()
             digests.append(state)
         return digests
 
@@ -116,7 +120,9 @@ class PagePool:
         """Raise RuntimeError if the books do not balance; called when the engine is idle."""
         held = sum(1 for count in self._references[1:] if count > 0)
         if held + self.free_pages != self.num_pages - 1:
-            raise RuntimeError(f"{held} pages held + {self.free_pages} free != {self.num_pages - 1}")
+            raise RuntimeError(
+                f"{held} pages held + {self.free_pages} free != {self.num_pages - 1}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,9 @@ class CacheShape:
 class PagedStore:
     """The tensors behind the pages: keys and values [slots, kv_heads, head_dim] per layer, features [slots, hidden] per layer."""
 
-    def __init__(self, pool: PagePool, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, pool: PagePool, shape: CacheShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
         slots = pool.num_pages * pool.page_size
         self.shape, self.dtype, self.device, self.slots = shape, dtype, device, slots
         kv = (shape.num_layers, slots, shape.kv_heads, shape.head_dim)
@@ -147,7 +155,9 @@ class PagedStore:
             shape = (self.slots, self.shape.hidden_size)
             self.features[layer] = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def write_kv(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def write_kv(
+        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
         """Write key and value [rows, kv_heads, head_dim] of `layer` at `slots` int64 [rows]."""
         self.keys[layer].index_copy_(0, slots, key)
         self.values[layer].index_copy_(0, slots, value)

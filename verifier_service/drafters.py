@@ -95,7 +95,11 @@ class DrafterPool:
             for address in found - self._tasks.keys():
                 self.status[address] = DrafterStatus(address)
                 self._tasks[address] = asyncio.create_task(self._keep_lane(address))
-            for address in [a for a in self._tasks if a not in found and self.status[a].state != State.LANE_STATE_READY]:
+            for address in [
+                a
+                for a in self._tasks
+                if a not in found and self.status[a].state != State.LANE_STATE_READY
+            ]:
                 self._tasks.pop(address).cancel()
                 self.status.pop(address, None)
             await asyncio.sleep(_RESOLVE_EVERY)
@@ -122,7 +126,12 @@ class DrafterPool:
                 status.state = State.LANE_STATE_REFUSED if refused else State.LANE_STATE_LOST
                 status.last_error = str(typed or error)
                 log = self._log.warning if delay == _FIRST_RETRY or refused else self._log.debug
-                log("drafter not reachable", target=address, error=status.last_error, refused=refused)
+                log(
+                    "drafter not reachable",
+                    target=address,
+                    error=status.last_error,
+                    refused=refused,
+                )
                 delay = _REFUSED_RETRY if refused else delay
             except Exception as error:  # noqa: BLE001  a fault of one lane must not end the pool
                 status.state, status.last_error = State.LANE_STATE_LOST, repr(error)
@@ -146,8 +155,17 @@ class DrafterPool:
             writer = asyncio.create_task(port.write(call))
             try:
                 self._engine.post(lambda: self._engine.lane_up(port))
-                status.state, status.facts, status.lane_id = State.LANE_STATE_READY, port.facts, port.lane_id
-                self._log.info("lane ready", target=status.target, drafter=port.facts.name, trained=port.facts.trained)
+                status.state, status.facts, status.lane_id = (
+                    State.LANE_STATE_READY,
+                    port.facts,
+                    port.lane_id,
+                )
+                self._log.info(
+                    "lane ready",
+                    target=status.target,
+                    drafter=port.facts.name,
+                    trained=port.facts.trained,
+                )
                 self._note_settled()
                 await self._read(call, port, status)
             finally:
@@ -158,7 +176,9 @@ class DrafterPool:
             if port is not None:
                 port.close()
 
-    async def _read(self, call: grpc.aio.StreamStreamCall, port: Port, status: DrafterStatus) -> None:
+    async def _read(
+        self, call: grpc.aio.StreamStreamCall, port: Port, status: DrafterStatus
+    ) -> None:
         engine, lane_id = self._engine, port.lane_id
         async for message in _messages(call):
             kind = message.WhichOneof("message")
@@ -179,7 +199,9 @@ class DrafterPool:
         await call.write(drafter_pb2.DraftRequest(hello=hello))
         first = await _read_one(call)
         if first.WhichOneof("message") != "hello":
-            raise FailedPrecondition("BAD_HANDSHAKE", "the drafter did not answer Hello with HelloReply")
+            raise FailedPrecondition(
+                "BAD_HANDSHAKE", "the drafter did not answer Hello with HelloReply"
+            )
         reply = first.hello
         facts = settle(hello, reply, status.target)
         for name in reply.tensors_needed:
@@ -222,7 +244,10 @@ async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
     code = await call.code()
     if code is not grpc.StatusCode.OK:
         raise grpc.aio.AioRpcError(
-            code, await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
+            code,
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
         )
 
 
@@ -239,9 +264,11 @@ async def _addresses(target: str) -> list[str]:
         return [part.strip() for part in target.split(",")]
     host, _, port = target.removeprefix("dns:").lstrip("/").rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM
+        )
     except (OSError, ValueError):
         return []
-    return sorted({f"[{a[4][0]}]:{port}" if a[0] == socket.AF_INET6 else f"{a[4][0]}:{port}" for a in found})
-
-
+    return sorted(
+        {f"[{a[4][0]}]:{port}" if a[0] == socket.AF_INET6 else f"{a[4][0]}:{port}" for a in found}
+    )

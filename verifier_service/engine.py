@@ -201,7 +201,12 @@ class Engine:
                 survivors.append((item, verdict))
         self._compact(moves)
         for item, verdict in survivors:
-            self.lanes.tell(item.session, item.feed.base + _committed_rows(item) - 1, len(verdict.path), item.proposal is not None)
+            self.lanes.tell(
+                item.session,
+                item.feed.base + _committed_rows(item) - 1,
+                len(verdict.path),
+                item.proposal is not None,
+            )
         self.steps += 1
 
     # -- parts of a step -------------------------------------------------------------------------------------------
@@ -236,20 +241,31 @@ class Engine:
             )
         except NonFiniteRow as error:
             self.nonfinite_rows += 1
-            self._fail(session, Internal("NONFINITE_LOGITS", f"the model's logits are not finite at row {error.row}", row=error.row))
+            self._fail(
+                session,
+                Internal(
+                    "NONFINITE_LOGITS",
+                    f"the model's logits are not finite at row {error.row}",
+                    row=error.row,
+                ),
+            )
             return None
         if session.made == 0:
             session.last_logits = logits[-1].clone()
         return verdict
 
-    def _commit(self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+    def _commit(
+        self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]
+    ) -> bool:
         """Take the verdict's tokens. Returns whether the session goes on; if so its pages hold exactly what is committed."""
         session, now = item.session, self._clock()
         first_round = session.made == 0
         anchor = item.feed.base + _committed_rows(item) - 1
         delta = session.commit(verdict.tokens, self.max_context)
         if not first_round:
-            session.count_round(item.proposal, verdict.path, len(delta.tokens), _plain_reason(session))
+            session.count_round(
+                item.proposal, verdict.path, len(delta.tokens), _plain_reason(session)
+            )
         session.first_token_at = session.first_token_at or now
         session.last_token_at = now
         self.tokens += len(delta.tokens)
@@ -271,19 +287,26 @@ class Engine:
     def _compact(self, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Bring the accepted paths of trees to consecutive slots: the only rollback there is."""
         if moves:
-            source, target = (torch.from_numpy(np.concatenate(side)).to(self.store.device) for side in zip(*moves, strict=True))
+            source, target = (
+                torch.from_numpy(np.concatenate(side)).to(self.store.device)
+                for side in zip(*moves, strict=True)
+            )
             self.store.move(source, target)
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _finish(self, session: Session, delta: Delta, logprobs: Sequence[verifier_pb2.TokenLogprob]) -> None:
+    def _finish(
+        self, session: Session, delta: Delta, logprobs: Sequence[verifier_pb2.TokenLogprob]
+    ) -> None:
         assert session.ending is not None
         self._retire(session, EndReason.END_REASON_FINISHED)
         finished = verifier_pb2.Finished(
             reason=session.ending.reason,  # type: ignore[arg-type]
             matched_stop=session.ending.matched,
             usage=types_pb2.Usage(
-                prompt_tokens=session.prompt_length, completion_tokens=session.made, cached_tokens=session.cached_tokens
+                prompt_tokens=session.prompt_length,
+                completion_tokens=session.made,
+                cached_tokens=session.cached_tokens,
             ),
             acceptance=session.stats.to_proto(),
             timing=_timing(session),
@@ -312,7 +335,9 @@ class Engine:
         """A step broke: nobody knows what is in the pages of those who were in it, so they fail; the rest go on."""
         self._log.exception("step failed", error=repr(error))
         for session in list(self.scheduler.running):
-            self._fail(session, Internal("STEP_FAILED", "the target step failed; see the server's log"))
+            self._fail(
+                session, Internal("STEP_FAILED", "the target step failed; see the server's log")
+            )
         self._flush_out()
 
     def _flush_out(self) -> None:
@@ -356,7 +381,7 @@ def _plain_reason(session: Session) -> int:
 
 
 def _logprobs(verdict: Verdict, count: int) -> list[verifier_pb2.TokenLogprob]:
-    tops = verdict.top or ((),) * count
+    tops = verdict.top or ((),) * len(verdict.tokens)
     assert verdict.logprobs is not None
     return [
         verifier_pb2.TokenLogprob(
@@ -364,7 +389,9 @@ def _logprobs(verdict: Verdict, count: int) -> list[verifier_pb2.TokenLogprob]:
             logprob=logprob,
             top=[verifier_pb2.TopLogprob(token_id=other, logprob=value) for other, value in top],
         )
-        for token, logprob, top in list(zip(verdict.tokens, verdict.logprobs, tops, strict=True))[:count]
+        for token, logprob, top in list(zip(verdict.tokens, verdict.logprobs, tops, strict=True))[
+            :count
+        ]
     ]
 
 

@@ -19,7 +19,9 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def model_identity(name: str, host: TargetHost, tokenizer: Any, max_context: int) -> types_pb2.ModelIdentity:
+def model_identity(
+    name: str, host: TargetHost, tokenizer: Any, max_context: int
+) -> types_pb2.ModelIdentity:
     """The identity of a loaded target."""
     vocabulary = tokenizer.get_vocab()
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -29,7 +31,9 @@ def model_identity(name: str, host: TargetHost, tokenizer: Any, max_context: int
         name=name,
         tokenizer_sha256=sha256(rules),
         vocabulary_sha256=sha256(json.dumps(sorted(vocabulary.items()))),
-        template_sha256=sha256(template if isinstance(template, str) else json.dumps(template)) if template else "",
+        template_sha256=sha256(template if isinstance(template, str) else json.dumps(template))
+        if template
+        else "",
         vocab_size=len(tokenizer),
         embedding_rows=host.embedding_rows,
         hidden_size=host.hidden_size,
@@ -43,7 +47,11 @@ def model_identity(name: str, host: TargetHost, tokenizer: Any, max_context: int
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """The ids that end an answer: of the generation configuration, the model's and the tokenizer's."""
     found: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+    for owner in (
+        getattr(model, "generation_config", None),
+        getattr(model, "config", None),
+        tokenizer,
+    ):
         value = getattr(owner, "eos_token_id", None)
         found.update([value] if isinstance(value, int) else value or ())
     return frozenset(found)

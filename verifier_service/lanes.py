@@ -135,7 +135,9 @@ class Lanes:
         self._capture = capture
         self._lane_of: dict[int, Lane] = {}
         self._epochs: dict[int, int] = {}
-        self._setbacks: dict[int, tuple[int, int]] = {}  # session -> (times, rounds left to stay plain)
+        self._setbacks: dict[
+            int, tuple[int, int]
+        ] = {}  # session -> (times, rounds left to stay plain)
 
     # -- hearing ---------------------------------------------------------------------------------------------------
 
@@ -182,14 +184,22 @@ class Lanes:
 
     def _take_proposal(self, lane: Lane, message: drafter_pb2.Proposal, now: float) -> None:
         link = lane.links.get(message.key.session_id)
-        if link is None or message.key.epoch != link.epoch or message.key.base_position != link.session.base:
+        if (
+            link is None
+            or message.key.epoch != link.epoch
+            or message.key.base_position != link.session.base
+        ):
             self.counters.stale += 1
             if link is not None:
                 link.session.stats.stale += 1
             return
         if link.asked:
             taken = now - link.asked_at
-            lane.round_trip = taken if lane.round_trip is None else lane.round_trip + _SMOOTHING * (taken - lane.round_trip)
+            lane.round_trip = (
+                taken
+                if lane.round_trip is None
+                else lane.round_trip + _SMOOTHING * (taken - lane.round_trip)
+            )
             link.asked = 0
             lane.misses = 0
         self._setbacks.pop(message.key.session_id, None)
@@ -202,7 +212,9 @@ class Lanes:
     def _checked(self, session: Session, message: drafter_pb2.Proposal) -> Proposal | None:
         tree = TokenTree(tuple(message.tree.token_ids), tuple(message.tree.parents))
         count = len(tree.tokens)
-        tree.validate(self._vocab_size, max(1, session.request.speculation.max_nodes), max(1, count))
+        tree.validate(
+            self._vocab_size, max(1, session.request.speculation.max_nodes), max(1, count)
+        )
         parts = tuple(message.tree.parts) if len(message.tree.parts) == count else ()
         proposal = Proposal(session.base, tree, parts, message.block_size, message.reason)
         return _pruned(proposal, session.drafts_allowed(self._max_context))
@@ -213,7 +225,11 @@ class Lanes:
         if link is None or fault.key.epoch not in (0, link.epoch):
             return
         times = self._setbacks.get(fault.key.session_id, (0, 0))[0] + 1
-        rounds = _LONGEST_PAUSE if fault.kind == Fault.FAULT_KIND_NO_ROOM else min(_LONGEST_PAUSE, 2 ** (times - 1) - 1)
+        rounds = (
+            _LONGEST_PAUSE
+            if fault.kind == Fault.FAULT_KIND_NO_ROOM
+            else min(_LONGEST_PAUSE, 2 ** (times - 1) - 1)
+        )
         self._setbacks[fault.key.session_id] = (times, rounds)
         self._unlink(fault.key.session_id)
 
@@ -324,7 +340,9 @@ class Lanes:
         lane = self._lane_of.get(session.session_id)
         if lane is not None:
             lane.outbox.end(
-                drafter_pb2.EndSession(key=_key(session, lane.links[session.session_id].epoch), reason=reason)  # type: ignore[arg-type]
+                drafter_pb2.EndSession(
+                    key=_key(session, lane.links[session.session_id].epoch), reason=reason
+                )  # type: ignore[arg-type]
             )
             self._unlink(session.session_id)
         if reason != drafter_pb2.EndReason.END_REASON_MOVED:
@@ -339,7 +357,11 @@ class Lanes:
     def _choose(self) -> Lane | None:
         """The lane with the fewest sessions among those that take new ones; lanes that keep up go first."""
         open_lanes = [lane for lane in self.lanes.values() if not lane.draining]
-        return min(open_lanes, key=lambda lane: (lane.behind, len(lane.links), lane.port.lane_id), default=None)
+        return min(
+            open_lanes,
+            key=lambda lane: (lane.behind, len(lane.links), lane.port.lane_id),
+            default=None,
+        )
 
     def _rows(self, lane: Lane, session: Session, start: int, end: int) -> torch.Tensor:
         slots = torch.from_numpy(session.slots[start:end]).to(self._store.device)
@@ -348,7 +370,9 @@ class Lanes:
     def _round_budget(self, session: Session, lane: Lane) -> drafter_pb2.RoundBudget:
         depth = min(session.drafts_allowed(self._max_context), lane.port.facts.max_block_size - 1)
         nodes = session.request.speculation.max_nodes
-        return drafter_pb2.RoundBudget(want_proposal=depth > 0 and nodes > 0, max_nodes=nodes, max_depth=depth)
+        return drafter_pb2.RoundBudget(
+            want_proposal=depth > 0 and nodes > 0, max_nodes=nodes, max_depth=depth
+        )
 
     def _expect(self, lane: Lane, link: Link, budget: drafter_pb2.RoundBudget) -> None:
         # The sequence the next flush will use; `flush` sets the time.
@@ -380,7 +404,9 @@ class Lanes:
         """Raise RuntimeError if the books do not agree; called when the engine is idle."""
         linked = {session_id for lane in self.lanes.values() for session_id in lane.links}
         if linked != set(self._lane_of):
-            raise RuntimeError(f"links {sorted(linked)} != lanes of sessions {sorted(self._lane_of)}")
+            raise RuntimeError(
+                f"links {sorted(linked)} != lanes of sessions {sorted(self._lane_of)}"
+            )
 
 
 def _pruned(proposal: Proposal, depth: int) -> Proposal | None:
@@ -392,14 +418,23 @@ def _pruned(proposal: Proposal, depth: int) -> Proposal | None:
         return None
     place = {node: index for index, node in enumerate(keep)} | {-1: -1}
     tree = TokenTree(
-        tuple(proposal.tree.tokens[node] for node in keep), tuple(place[proposal.tree.parents[node]] for node in keep)
+        tuple(proposal.tree.tokens[node] for node in keep),
+        tuple(place[proposal.tree.parents[node]] for node in keep),
     )
     parts = tuple(proposal.parts[node] for node in keep) if proposal.parts else ()
-    return Proposal(proposal.base, tree, parts, min(proposal.block_size, depth + 1), types_pb2.BLOCK_SIZE_REASON_MAX_TOKENS)
+    return Proposal(
+        proposal.base,
+        tree,
+        parts,
+        min(proposal.block_size, depth + 1),
+        types_pb2.BLOCK_SIZE_REASON_MAX_TOKENS,
+    )
 
 
 def _key(session: Session, epoch: int) -> types_pb2.SessionKey:
-    return types_pb2.SessionKey(session_id=session.session_id, epoch=epoch, base_position=session.base)
+    return types_pb2.SessionKey(
+        session_id=session.session_id, epoch=epoch, base_position=session.base
+    )
 
 
 def sampling_to_proto(s: Sampling) -> types_pb2.SamplingParams:

@@ -111,21 +111,34 @@ class TargetHost:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A frozen tensor the drafter may ask for: "embed_tokens.weight" or "lm_head.weight"."""
-        modules = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
+        modules = {
+            "embed_tokens.weight": "get_input_embeddings",
+            "lm_head.weight": "get_output_embeddings",
+        }
         if name not in modules:
-            raise FailedPrecondition("UNKNOWN_TENSOR", f"tensor {name!r} is not on offer", tensor=name)
+            raise FailedPrecondition(
+                "UNKNOWN_TENSOR", f"tensor {name!r} is not on offer", tensor=name
+            )
         module = getattr(self.model, modules[name])()
         return module.weight.detach()  # type: ignore[no-any-return]
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and hasattr(module[0], "self_attn"):
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and hasattr(module[0], "self_attn")
+        ):
             return module
-    raise FailedPrecondition("UNSUPPORTED_MODEL", "the model has no list of decoder layers with self_attn")
+    raise FailedPrecondition(
+        "UNSUPPORTED_MODEL", "the model has no list of decoder layers with self_attn"
+    )
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, device: str, *, revision: str | None = None) -> nn.Module:
+def load_model(
+    source: ModelSource, dtype: torch.dtype, device: str, *, revision: str | None = None
+) -> nn.Module:
     """Load `source` with paged attention. Safetensors or GGUF only; GGUF weights are dequantised to `dtype`."""
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +156,9 @@ def load_tokenizer(source: ModelSource, *, revision: str | None = None) -> Any:
     """The tokenizer that belongs to `source`."""
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {"revision": revision or "main"}
+    options: dict[str, Any] = (
+        {"gguf_file": source.gguf_file} if source.gguf_file else {"revision": revision or "main"}
+    )
     return AutoTokenizer.from_pretrained(source.location, **options)
 
 
@@ -160,7 +175,11 @@ def auto_dtype(device: str) -> torch.dtype:
     """bfloat16 on GPUs and on processors with bf16 products, float32 elsewhere: there bf16 is many times slower."""
     if device != "cpu":
         return torch.bfloat16
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bf16_products() else torch.float32
+    return (
+        torch.bfloat16
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has_bf16_products()
+        else torch.float32
+    )
 
 
 def _has_bf16_products() -> bool:

@@ -36,14 +36,20 @@ class RowPlan:
         """One line for logs and GetInfo."""
         if not self.certified:
             return "fast"
-        rows = f"pieces of {self.chunk} rows" if self.chunk else f"steps of {', '.join(map(str, self.buckets))} rows"
+        rows = (
+            f"pieces of {self.chunk} rows"
+            if self.chunk
+            else f"steps of {', '.join(map(str, self.buckets))} rows"
+        )
         return f"invariant: {rows}; {'shared' if self.share_attention else 'separate'} context sums"
 
 
 FAST = RowPlan(buckets=(1,), attention_rows=(1,), certified=False)
 
 
-def certify(model: nn.Module, heads: int, kv_heads: int, head_dim: int, *, seed: int = 0) -> RowPlan:
+def certify(
+    model: nn.Module, heads: int, kv_heads: int, head_dim: int, *, seed: int = 0
+) -> RowPlan:
     """Find the row plan under which every product of `model` is independent of the rows beside it."""
     weights = _distinct_weights(model)
     agreed = STEP_ROWS
@@ -56,7 +62,9 @@ def certify(model: nn.Module, heads: int, kv_heads: int, head_dim: int, *, seed:
     for rows in FIXED_ROWS:
         if all(_position_free(weight, rows, seed) for weight in weights):
             return RowPlan((rows,), attention or (4,), rows, share)
-    raise RuntimeError("no row count gives rows independent of their place; start with --numerics fast")
+    raise RuntimeError(
+        "no row count gives rows independent of their place; start with --numerics fast"
+    )
 
 
 def cut_products(model: nn.Module, rows: int) -> None:
@@ -97,7 +105,9 @@ def _agreeing(weight: torch.Tensor, candidates: Sequence[int], seed: int) -> Ite
     # The largest count is the reference: everything that agrees with it agrees with each other.
     reference = F.linear(inputs, weight)
     for rows in candidates:
-        if torch.equal(F.linear(inputs[:rows].contiguous(), weight), reference[:rows]) and torch.equal(
+        if torch.equal(
+            F.linear(inputs[:rows].contiguous(), weight), reference[:rows]
+        ) and torch.equal(
             F.linear(inputs[:rows].flip(0).contiguous(), weight), reference[:rows].flip(0)
         ):
             yield rows
@@ -107,11 +117,14 @@ def _position_free(weight: torch.Tensor, rows: int, seed: int) -> bool:
     inputs = _samples(rows, weight.shape[1], weight, seed)
     reference = F.linear(inputs, weight)
     return all(
-        torch.equal(F.linear(inputs.roll(shift, 0).contiguous(), weight), reference.roll(shift, 0)) for shift in range(rows)
+        torch.equal(F.linear(inputs.roll(shift, 0).contiguous(), weight), reference.roll(shift, 0))
+        for shift in range(rows)
     )
 
 
-def _attention_rows(heads: int, kv_heads: int, head_dim: int, device: torch.device, seed: int) -> tuple[int, ...]:
+def _attention_rows(
+    heads: int, kv_heads: int, head_dim: int, device: torch.device, seed: int
+) -> tuple[int, ...]:
     """Row counts for which the shared products give a row the same bits as the rows' own products do."""
     per_kv = heads // kv_heads
     like = torch.empty(0, dtype=torch.float32, device=device)
@@ -128,10 +141,19 @@ def _attention_rows(heads: int, kv_heads: int, head_dim: int, device: torch.devi
 def _same_batched(left: torch.Tensor, right: torch.Tensor, rows: int, per_kv: int) -> bool:
     padded = per_kv + (-per_kv % 4)
     own_left = F.pad(left.view(rows, per_kv, -1), (0, 0, 0, padded - per_kv))
-    own = torch.bmm(own_left, right.expand(rows, *right.shape).contiguous())[:, :per_kv].reshape(rows * per_kv, -1)
+    own = torch.bmm(own_left, right.expand(rows, *right.shape).contiguous())[:, :per_kv].reshape(
+        rows * per_kv, -1
+    )
     for batch in (1, 3, 24):
-        shared = torch.bmm(left.expand(batch, *left.shape).contiguous(), right.expand(batch, *right.shape).contiguous())
+        shared = torch.bmm(
+            left.expand(batch, *left.shape).contiguous(),
+            right.expand(batch, *right.shape).contiguous(),
+        )
         if not all(torch.equal(piece, own) for piece in shared):
             return False
-    wide = torch.bmm(left[None], torch.cat([right] * 5, dim=1)[None]) if right.shape[0] != BLOCK else None
+    wide = (
+        torch.bmm(left[None], torch.cat([right] * 5, dim=1)[None])
+        if right.shape[0] != BLOCK
+        else None
+    )
     return wide is None or torch.equal(wide[0, :, : right.shape[1]], own)

@@ -41,7 +41,9 @@ class Outbox:
                 others = [o for o in items if o.key.session_id != item.key.session_id]
                 del items[:]
                 items.extend(others)
-            if not any(o.key.session_id == item.key.session_id for m in self._closed for o in m.opens):
+            if not any(
+                o.key.session_id == item.key.session_id for m in self._closed for o in m.opens
+            ):
                 return
         self._current.ends.append(item)
         self.pending = True
@@ -80,7 +82,12 @@ class Outbox:
             self.sequence += 1
             message.sequence = self.sequence
             message.ack_sequence = self.responses_seen
-        self._closed, self._current, self._bytes, self.pending = [], drafter_pb2.StepRequest(), 0, False
+        self._closed, self._current, self._bytes, self.pending = (
+            [],
+            drafter_pb2.StepRequest(),
+            0,
+            False,
+        )
         return messages
 
     def _room(self, size: int) -> None:

@@ -30,7 +30,9 @@ class Feed:
     tokens: Sequence[int]
     base: int
     slots: np.ndarray  # int64
-    parents: Sequence[int] | None = None  # row of each row's parent, -1 for the first; None: a chain
+    parents: Sequence[int] | None = (
+        None  # row of each row's parent, -1 for the first; None: a chain
+    )
     logit_rows: Sequence[int] = ()  # rows whose logits are wanted
 
     @property
@@ -157,7 +159,9 @@ def _groups(feeds: Sequence[Feed], offsets: Sequence[int], layout: _Layout) -> l
     ]
 
 
-def _group(feeds: Sequence[Feed], offsets: Sequence[int], rows: int, own: bool, layout: _Layout) -> AttentionGroup:
+def _group(
+    feeds: Sequence[Feed], offsets: Sequence[int], rows: int, own: bool, layout: _Layout
+) -> AttentionGroup:
     count, device = len(feeds), layout.device
     if own:
         limits = [feed.base // BLOCK * BLOCK if layout.share else 0 for feed in feeds]

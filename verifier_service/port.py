@@ -34,7 +34,9 @@ class Port:
         self._ring: SharedMemoryRing | None = None
         self._ring_in_use = False
         self._written = 0  # last write into the ring
-        self._sent: deque[tuple[int, int]] = deque()  # (message, last write it may name), oldest first
+        self._sent: deque[tuple[int, int]] = (
+            deque()
+        )  # (message, last write it may name), oldest first
         self._fusion: Fusion | None = None
         self._call: grpc.aio.StreamStreamCall | None = None
 

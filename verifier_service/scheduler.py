@@ -51,7 +51,10 @@ class Scheduler:
         """Queue a session. Raises ResourceExhausted if too many wait already."""
         if len(self.waiting) >= self.budgets.max_waiting:
             raise ResourceExhausted(
-                "QUEUE_FULL", f"{len(self.waiting)} requests wait already", field="max_waiting", limit=self.budgets.max_waiting
+                "QUEUE_FULL",
+                f"{len(self.waiting)} requests wait already",
+                field="max_waiting",
+                limit=self.budgets.max_waiting,
             )
         self.waiting.append(session)
         self.waiting.sort(key=_order)
@@ -84,7 +87,11 @@ class Scheduler:
             rows_left -= 1 + nodes
         for session in [s for s in self.running if not s.at_anchor]:
             count = min(len(session.tokens) - session.computed, prefill_left, rows_left)
-            if count < 1 or session not in self.running or not self._hold(session, session.computed + count):
+            if (
+                count < 1
+                or session not in self.running
+                or not self._hold(session, session.computed + count)
+            ):
                 continue
             work.append(_prefill(session, count))
             prefill_left -= count
@@ -130,7 +137,9 @@ class Scheduler:
         size = self.pool.page_size
         for page in pages:
             session.pages.append(page)
-            session.slots = np.concatenate([session.slots, np.arange(page * size, (page + 1) * size, dtype=np.int64)])
+            session.slots = np.concatenate(
+                [session.slots, np.arange(page * size, (page + 1) * size, dtype=np.int64)]
+            )
 
     def recompute(self, session: Session) -> None:
         """Drop what is computed for a running session and queue it again."""
@@ -179,6 +188,10 @@ def _prefill(session: Session, count: int) -> Work:
     end = session.computed + count
     draws = end == len(session.tokens)
     feed = Feed(
-        session.tokens[session.computed : end], session.computed, session.slots, None, (count - 1,) if draws else ()
+        session.tokens[session.computed : end],
+        session.computed,
+        session.slots,
+        None,
+        (count - 1,) if draws else (),
     )
     return Work(session, feed, None, draws)

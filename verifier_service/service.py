@@ -19,7 +19,7 @@ import torch
 from draftwire.channel import ChannelConfig
 from draftwire.config import ConfigError, effective
 from draftwire.models import resolve
-from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2, verifier_pb2_grpc
+from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
 from verifier_service import model as target
 from verifier_service.admission import Limits
 from verifier_service.cache import PagePool
@@ -28,11 +28,10 @@ from verifier_service.drafters import DrafterPool, DrafterStatus
 from verifier_service.engine import Engine, EngineLimits
 from verifier_service.identity import eos_ids, model_identity
 from verifier_service.scheduler import Budgets
-from verifier_service.servicer import VerifierServicer
+from verifier_service.servicer import SERVICE, VerifierServicer
 from verifier_service.session import FinishReason, Statistics
 from verifier_service.warmup import warm
 
-SERVICE = "draftwire.v1.Verifier"
 PROTOCOL_MINOR = 1
 _INFO_TIMEOUT = 2.0
 _FIRST_DRAFTER_WAIT = 10.0
@@ -56,7 +55,7 @@ class VerifierService:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer; it answers UNAVAILABLE until `start` is done."""
-        verifier_pb2_grpc.add_VerifierServicer_to_server(self.servicer, server)
+        self.servicer.register(server)
 
     async def start(self) -> None:
         """Load, warm, start the engine's thread, look for drafters."""
@@ -68,7 +67,11 @@ class VerifierService:
         self._thread = threading.Thread(target=engine.run, name="engine", daemon=True)
         self._thread.start()
         self._drafters = DrafterPool(
-            config.drafters, self._drafter_channel(), engine, self._hello, use_rings=config.carrier == "auto"
+            config.drafters,
+            self._drafter_channel(),
+            engine,
+            self._hello,
+            use_rings=config.carrier == "auto",
         )
         await self._drafters.start(_FIRST_DRAFTER_WAIT)
         self._ready_at = time.monotonic()
@@ -79,7 +82,11 @@ class VerifierService:
         if config.threads:
             torch.set_num_threads(config.threads)
         source = resolve(config.model)
-        dtype = target.auto_dtype(config.device) if config.dtype == "auto" else getattr(torch, config.dtype)
+        dtype = (
+            target.auto_dtype(config.device)
+            if config.dtype == "auto"
+            else getattr(torch, config.dtype)
+        )
         tokenizer = target.load_tokenizer(source, revision=config.revision)
         model = target.load_model(source, dtype, config.device, revision=config.revision)
         host = target.TargetHost(model, invariant=config.numerics == "invariant")
@@ -89,14 +96,18 @@ class VerifierService:
             host,
             tokenizer,
             pool,
-            Budgets(config.max_sessions, config.max_step_rows, config.prefill_rows, config.max_waiting),
+            Budgets(
+                config.max_sessions, config.max_step_rows, config.prefill_rows, config.max_waiting
+            ),
             EngineLimits(config.draft_wait_ms / 1e3, config.lane_timeout_s, config.stall_s),
             vocab_size=min(len(tokenizer), host.embedding_rows),
             max_context=max_context,
             clock=time.monotonic,
             emit=self.servicer.emit,
         )
-        self._identity = model_identity(config.served_name or source.name, host, tokenizer, max_context)
+        self._identity = model_identity(
+            config.served_name or source.name, host, tokenizer, max_context
+        )
         warm(self.engine, config.max_nodes)
         self._log.info(
             "target ready",
@@ -119,7 +130,9 @@ class VerifierService:
         if asked > fits:
             raise ConfigError("--max-context", asked, f"at most {fits}, which --kv-tokens leaves")
         if fits < 2:
-            raise ConfigError("--kv-tokens", self.config.kv_tokens, "larger: no context fits beside --max-nodes")
+            raise ConfigError(
+                "--kv-tokens", self.config.kv_tokens, "larger: no context fits beside --max-nodes"
+            )
         return asked or min(host.max_context, fits)
 
     def _limits(self, engine: Engine, tokenizer: object) -> Limits:
@@ -136,7 +149,9 @@ class VerifierService:
 
     def _drafter_channel(self) -> ChannelConfig:
         config = self.config
-        token = config.drafter_token_file.read_text().split()[0] if config.drafter_token_file else None
+        token = (
+            config.drafter_token_file.read_text().split()[0] if config.drafter_token_file else None
+        )
         return ChannelConfig(
             tls_ca=config.drafter_ca,
             tls_cert=config.drafter_cert,
@@ -186,7 +201,9 @@ class VerifierService:
 
     def _version(self) -> types_pb2.ServiceVersion:
         version = types_pb2.ServiceVersion(
-            package_version=_package_version(), protocol_minor=PROTOCOL_MINOR, instance_id=self._instance
+            package_version=_package_version(),
+            protocol_minor=PROTOCOL_MINOR,
+            instance_id=self._instance,
         )
         version.uptime.FromNanoseconds(int(1e9 * (time.monotonic() - self._ready_at)))
         return version
@@ -197,7 +214,10 @@ class VerifierService:
         engine = self.engine
         config = effective(self.config) | {"effective_numerics": engine.host.plan.describe()}
         response = verifier_pb2.VerifierGetInfoResponse(
-            version=self._version(), model=self._identity, config=config, draining=self.servicer.draining
+            version=self._version(),
+            model=self._identity,
+            config=config,
+            draining=self.servicer.draining,
         )
         info = engine.info()
         response.load.CopyFrom(
@@ -205,11 +225,13 @@ class VerifierService:
                 total_pages=engine.pool.num_pages - 1, page_size=engine.pool.page_size, **info
             )
         )
-        answer: concurrent.futures.Future[tuple[types_pb2.AcceptanceStats, list[verifier_pb2.LaneInfo]]] = (
-            concurrent.futures.Future()
-        )
+        answer: concurrent.futures.Future[
+            tuple[types_pb2.AcceptanceStats, list[verifier_pb2.LaneInfo]]
+        ] = concurrent.futures.Future()
         statuses = list(self._drafters.status.values()) if self._drafters else []
-        engine.post(lambda: answer.set_result((_totals(engine), [_lane_info(engine, s) for s in statuses])))
+        engine.post(
+            lambda: answer.set_result((_totals(engine), [_lane_info(engine, s) for s in statuses]))
+        )
         try:
             totals, lanes = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
             response.totals.CopyFrom(totals)
@@ -229,7 +251,10 @@ def _totals(engine: Engine) -> types_pb2.AcceptanceStats:
 
 def _lane_info(engine: Engine, status: DrafterStatus) -> verifier_pb2.LaneInfo:
     info = verifier_pb2.LaneInfo(
-        target=status.target, state=status.state, losses=status.losses, last_error=status.last_error  # type: ignore[arg-type]
+        target=status.target,
+        state=status.state,
+        losses=status.losses,
+        last_error=status.last_error,  # type: ignore[arg-type]
     )
     if status.facts is not None:
         info.drafter_name, info.trained = status.facts.name, status.facts.trained

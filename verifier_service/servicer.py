@@ -14,13 +14,15 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from draftwire.errors import DeadlineExceeded, Unavailable
-from draftwire.v1 import types_pb2, verifier_pb2, verifier_pb2_grpc
+from draftwire.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from draftwire.v1 import types_pb2, verifier_pb2
 from verifier_service import admission
+from verifier_service.decoding import deserializer
 from verifier_service.engine import Emitted, Engine
 from verifier_service.lanes import sampling_to_proto, speculation_to_proto
 from verifier_service.session import Request
 
+SERVICE = "draftwire.v1.Verifier"
 USAGE_TRAILER = "draftwire-usage-bin"
 ACCEPTANCE_TRAILER = "draftwire-acceptance-bin"
 _ENDLESS = 10 * 365 * 86400.0
@@ -33,7 +35,7 @@ class Describe(Protocol):
         """The answer."""
 
 
-class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
+class VerifierServicer:
     """The Verifier service. Made before the model is loaded; `open` is called when it is."""
 
     def __init__(self) -> None:
@@ -49,9 +51,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self.draining = False
         self._log = structlog.get_logger("verifier.request")
 
-    def open(self, engine: Engine, tokenizer: Any, limits: admission.Limits, describe: Describe) -> None:
+    def open(
+        self, engine: Engine, tokenizer: Any, limits: admission.Limits, describe: Describe
+    ) -> None:
         """The model is there: requests can be taken."""
-        self._engine, self._tokenizer, self._limits, self._describe = engine, tokenizer, limits, describe
+        self._engine, self._tokenizer, self._limits, self._describe = (
+            engine,
+            tokenizer,
+            limits,
+            describe,
+        )
         self._loop = asyncio.get_running_loop()
 
     def emit(self, batch: list[Emitted]) -> None:
@@ -70,16 +79,36 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         """Return when no request is open."""
         await self._idle.wait()
 
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service, with a deserializer that names what is wrong with malformed bytes."""
+        methods = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate,
+                request_deserializer=deserializer(verifier_pb2.GenerateRequest),
+                response_serializer=verifier_pb2.GenerateResponse.SerializeToString,
+            ),
+            "GetInfo": grpc.unary_unary_rpc_method_handler(
+                self.GetInfo,
+                request_deserializer=verifier_pb2.VerifierGetInfoRequest.FromString,
+                response_serializer=verifier_pb2.VerifierGetInfoResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
     async def Generate(  # noqa: N802  the name is the contract's
-        self, request: verifier_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: verifier_pb2.GenerateRequest | InvalidArgument, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        if isinstance(request, InvalidArgument):
+            raise request
         engine, limits = self._engine, self._limits
         if engine is None or limits is None:
             raise Unavailable("STARTING", "the model is still loading")
         if self.draining:
             raise Unavailable("DRAINING", "this server is going away")
         now = time.monotonic()
-        admitted = admission.admit(request, self._tokenizer, limits, now=now, deadline=_deadline(context, now, engine))
+        admitted = admission.admit(
+            request, self._tokenizer, limits, now=now, deadline=_deadline(context, now, engine)
+        )
         session_id = next(self._ids)
         queue: asyncio.Queue[Emitted] = asyncio.Queue()
         self._queues[session_id] = queue
@@ -158,7 +187,9 @@ def _started(request: Request) -> verifier_pb2.GenerateResponse:
 
 def _delta(item: Emitted) -> verifier_pb2.GenerateResponse:
     assert item.delta is not None
-    delta = verifier_pb2.Delta(text=item.delta.text, token_ids=item.delta.tokens, logprobs=item.logprobs)
+    delta = verifier_pb2.Delta(
+        text=item.delta.text, token_ids=item.delta.tokens, logprobs=item.logprobs
+    )
     return verifier_pb2.GenerateResponse(delta=delta)
 
 

@@ -73,7 +73,6 @@ class Proposal:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         return depths
 
-
     def cut(self, nodes: int) -> Proposal:
         """The first `nodes` nodes: parents come before their children, so any prefix is a tree."""
         tree = TokenTree(self.tree.tokens[:nodes], self.tree.parents[:nodes])
@@ -107,7 +106,15 @@ class Statistics:
 
     def add(self, other: Statistics) -> None:
         """Add the counts of another."""
-        for name in ("rounds", "plain_rounds", "drafted", "accepted", "discarded", "stale", "reopened"):
+        for name in (
+            "rounds",
+            "plain_rounds",
+            "drafted",
+            "accepted",
+            "discarded",
+            "stale",
+            "reopened",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("accepted_at", "drafted_at", "block_sizes", "drafted_parts", "accepted_parts"):
             getattr(self, name).update(getattr(other, name))
@@ -149,7 +156,9 @@ class Ending:
 class Session:
     """A generation in progress."""
 
-    def __init__(self, session_id: int, request: Request, vocab_size: int, tokenizer: Decoder) -> None:
+    def __init__(
+        self, session_id: int, request: Request, vocab_size: int, tokenizer: Decoder
+    ) -> None:
         self.session_id = session_id
         self.request = request
         self.tokens: list[int] = list(request.prompt)
@@ -160,11 +169,17 @@ class Session:
         self.history: History | None = None
         if request.sampling.needs_history:
             self.history = History(vocab_size, request.prompt)
-        self.text = TextStream(tokenizer, request.stop_strings, skip_special_tokens=request.skip_special_tokens)
+        self.text = TextStream(
+            tokenizer, request.stop_strings, skip_special_tokens=request.skip_special_tokens
+        )
         self.ending: Ending | None = None
         self.proposal: Proposal | None = None
-        self.captured: frozenset[int] | None = None  # feature layers kept for every computed position; None: none computed
-        self.last_logits: torch.Tensor | None = None  # of the last prompt position, if a drafter wants them
+        self.captured: frozenset[int] | None = (
+            None  # feature layers kept for every computed position; None: none computed
+        )
+        self.last_logits: torch.Tensor | None = (
+            None  # of the last prompt position, if a drafter wants them
+        )
         self.stats = Statistics()
         self.started_at: float | None = None
         self.first_token_at: float | None = None
@@ -213,7 +228,10 @@ class Session:
                 self._ends_by_text_or_length(max_context)
             if self.ending is not None:
                 text.append(self.text.finish())
-                if self.text.matched is not None and self.ending.reason != FinishReason.FINISH_REASON_STOP_STRING:
+                if (
+                    self.text.matched is not None
+                    and self.ending.reason != FinishReason.FINISH_REASON_STOP_STRING
+                ):
                     # Characters that were held back completed a stop string at the very end.
                     self.ending = Ending(FinishReason.FINISH_REASON_STOP_STRING, self.text.matched)
                 break
@@ -234,7 +252,9 @@ class Session:
         elif len(self.tokens) >= max_context:
             self.ending = Ending(FinishReason.FINISH_REASON_CONTEXT)
 
-    def count_round(self, proposal: Proposal | None, path: Sequence[int], emitted: int, plain_reason: int) -> None:
+    def count_round(
+        self, proposal: Proposal | None, path: Sequence[int], emitted: int, plain_reason: int
+    ) -> None:
         """Book a round: `path` are the accepted nodes, `emitted` how many of the round's tokens the answer took."""
         stats = self.stats
         if proposal is None:

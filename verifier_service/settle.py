@@ -18,12 +18,17 @@ Encoding = drafter_pb2.FeatureEncoding
 
 def settle(hello: drafter_pb2.Hello, reply: drafter_pb2.HelloReply, target: str) -> LaneFacts:
     """The facts of the lane. Raises FailedPrecondition naming both sides if the two do not fit."""
-    if reply.version.protocol_minor > hello.version.protocol_minor and "requires-newer" in reply.features:
+    if (
+        reply.version.protocol_minor > hello.version.protocol_minor
+        and "requires-newer" in reply.features
+    ):
         raise _refuse("protocol_minor", hello.version.protocol_minor, reply.version.protocol_minor)
     layers = tuple(reply.feature_layers)
     if not layers or max(layers) >= hello.target.num_layers:
         raise _refuse("feature_layers", f"layers below {hello.target.num_layers}", list(layers))
-    width = hello.target.hidden_size * (1 if reply.encoding == Encoding.FEATURE_ENCODING_FUSED else len(layers))
+    width = hello.target.hidden_size * (
+        1 if reply.encoding == Encoding.FEATURE_ENCODING_FUSED else len(layers)
+    )
     if reply.encoding not in hello.encodings:
         raise _refuse("encoding", list(hello.encodings), reply.encoding)
     if reply.feature_size != width and reply.encoding == Encoding.FEATURE_ENCODING_RAW:
@@ -43,7 +48,9 @@ def settle(hello: drafter_pb2.Hello, reply: drafter_pb2.HelloReply, target: str)
         max_context=reply.max_context,
         credits=reply.credits,
         wants_last_logits=reply.wants_last_logits,
-        max_message_bytes=min(reply.max_message_bytes or hello.max_message_bytes, hello.max_message_bytes),
+        max_message_bytes=min(
+            reply.max_message_bytes or hello.max_message_bytes, hello.max_message_bytes
+        ),
     )
 
 
@@ -60,7 +67,9 @@ def _refuse(field: str, verifier: object, drafter: object) -> FailedPrecondition
 class Fusion:
     """Turns raw features into what the drafter wants: RMSNorm(fc(features)) (DFlash's context feature), or as they are."""
 
-    def __init__(self, reply: drafter_pb2.HelloReply, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, reply: drafter_pb2.HelloReply, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._needed = set(reply.tensors_sent)
         self._fused = reply.encoding == Encoding.FEATURE_ENCODING_FUSED
         self._size = reply.feature_size
@@ -81,7 +90,11 @@ class Fusion:
         if missing:
             raise _refuse("tensors_sent", "fc.weight and hidden_norm.weight", sorted(self._weights))
         shape = tuple(self._weights["fc.weight"].shape)
-        if len(shape) != 2 or shape[0] != self._size or self._weights["hidden_norm.weight"].shape != (self._size,):
+        if (
+            len(shape) != 2
+            or shape[0] != self._size
+            or self._weights["hidden_norm.weight"].shape != (self._size,)
+        ):
             raise _refuse("fc.weight", f"[{self._size}, layers * hidden]", list(shape))
 
     @torch.inference_mode()

@@ -22,13 +22,16 @@ class Decoder(Protocol):
 class TextStream:
     """Text of one answer. `push` returns the text that is certain now: no part of a character, no start of a stop string."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Decoder, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._skip = skip_special_tokens
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here: tokens before a piece decide whether its leading space is kept
-        self._decoded = 0  # tokens before this are in `_pending` or already out
+        self._decoded = 0  # all text of the tokens before this is in `_pending` or already out
+        self._taken = 0  # characters of the text from `_context` on that are in `_pending` or already out
         self._pending = ""  # decoded, may still turn out to be the start of a stop string
         self.matched: str | None = None
 
@@ -44,9 +47,7 @@ class TextStream:
         """The rest, at the end of an answer that no stop string ended: held-back text and incomplete characters as they are."""
         if self.matched is not None:
             return ""
-        known = self._decode(self._context, self._decoded)
-        rest = self._decode(self._context, len(self._tokens))[len(known) :]
-        self._decoded = len(self._tokens)
+        rest = self._decode(self._context, len(self._tokens))[self._taken :]
         # What was incomplete may decode to something that completes a stop string.
         out = self._filter(rest)
         if self.matched is None:
@@ -54,15 +55,21 @@ class TextStream:
         return out
 
     def _next_piece(self) -> str:
-        known = self._decode(self._context, self._decoded)
         text = self._decode(self._context, len(self._tokens))
-        if len(text) <= len(known) or text.endswith(REPLACEMENT):
-            return ""
-        self._context, self._decoded = self._decoded, len(self._tokens)
-        return text[len(known) :]
+        certain = text.rstrip(REPLACEMENT)
+        piece, self._taken = certain[self._taken :], max(self._taken, len(certain))
+        if len(certain) == len(text):
+            # Nothing is incomplete: from now on only the last piece is needed as context.
+            self._context, self._decoded = self._decoded, len(self._tokens)
+            self._taken = len(self._decode(self._context, self._decoded))
+        return piece
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skip) if end > start else ""
+        return (
+            self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=self._skip)
+            if end > start
+            else ""
+        )
 
     def _filter(self, piece: str) -> str:
         text = self._pending + piece

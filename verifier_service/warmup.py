@@ -18,7 +18,9 @@ def warm(engine: Engine, max_nodes: int) -> None:
     pages = engine.pool.allocate(engine.pool.pages_for(2 * max_nodes + 2))
     try:
         size = engine.pool.page_size
-        slots = np.concatenate([np.arange(page * size, (page + 1) * size, dtype=np.int64) for page in pages])
+        slots = np.concatenate(
+            [np.arange(page * size, (page + 1) * size, dtype=np.int64) for page in pages]
+        )
         for rows in (1, 1 + max_nodes, 1, 1):
             feed = Feed([0] * rows, 0, slots, None, tuple(range(rows)))
             start = time.monotonic()

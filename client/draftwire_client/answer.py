@@ -169,7 +169,7 @@ class StreamState:
 
     def _delay_or_fail(self, exc: grpc.RpcError, *, cancelled: bool) -> float:
         """Seconds until the next attempt. Raises the typed error if there is to be none."""
-        error = cancelled_by_caller() if cancelled else from_call(exc)
+        error = cancelled_by_caller() if cancelled else from_call(exc, begun=self._answer.begun)
         if not cancelled and not self._answer.begun:
             delay = self._attempts.next_delay(error, exc)
             if delay is not None:

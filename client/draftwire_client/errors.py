@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 UNREACHABLE = "UNREACHABLE"
+CONNECTION_LOST = "CONNECTION_LOST"
 # A status made by gRPC itself carries no reason; these say what it means here.
 _OWN_REASONS = {
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
@@ -66,14 +67,16 @@ def describe(error: DraftwireError) -> str:
     return " ".join(line.split())
 
 
-def from_call(exc: grpc.RpcError) -> DraftwireError:
-    """The typed error of a failed call.
+def from_call(exc: grpc.RpcError, *, begun: bool = False) -> DraftwireError:
+    """The typed error of a failed call; `begun` tells whether the server had said anything.
 
     One that no server wrote has a reason of this package, never UNSPECIFIED.
     """
     error = from_rpc_error(exc)
     if error.reason == UNSPECIFIED:
         error.reason = _OWN_REASONS.get(error.code, error.code.name)
+        if begun and error.reason == UNREACHABLE:
+            error.reason = CONNECTION_LOST
     return error
 
 

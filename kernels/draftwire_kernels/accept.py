@@ -1,10 +1,11 @@
-"""Acceptance rules that use draft_probs: `chain`, `mixture` (chain over the branch mixture) and `block` over either.
+"""Acceptance rules that use draft_probs: `chain`, `mixture` (chain over branches), `block`.
 
-Knows rows of logits, drafted tokens and what they were sampled from. Knows neither sessions nor stops. The rule that
-needs no draft_probs, `follow`, is in `walk`; the terms and the specification are in `reference`.
+Knows rows of logits, drafted tokens and what they were sampled from. Knows neither sessions nor
+stops. The rule that needs no draft_probs, `follow`, is in `walk`; the terms and the specification
+are in `reference`.
 
-Coins and the recovered or bonus token come from noise keyed (seed, position, purpose) and the round's base, so that a
-position looked at in two rounds meets fresh numbers.
+Coins and the recovered or bonus token come from noise keyed (seed, position, purpose) and the
+round's base, so that a position looked at in two rounds meets fresh numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ def accept(
 ) -> Verdict:
     """Verify a drafted chain against draft_probs. Output distributed as the target's own.
 
-    logits [n + 1, V], row 0 the anchor's; tokens, draft: the n drafted ones; position: of the first drafted token (base
-    position + 1). Greedy sampling is `follow`, with which every rule agrees then. history and grammar are left as they were.
-    CHAIN reads rows up to the first refusal, BLOCK up to the first token the target excludes. Raises NonFiniteRow
-    naming a row that was read, DraftProbsError, ValueError for a wrong number of rows.
+    logits [n + 1, V], row 0 the anchor's; tokens, draft: the n drafted ones; position: of the first
+    drafted token (base position + 1). Greedy sampling is `follow`, with which every rule agrees
+    then. history and grammar are left as they were. CHAIN reads rows up to the first refusal, BLOCK
+    up to the first token the target excludes. Raises NonFiniteRow naming a row that was read,
+    DraftProbsError, ValueError for a wrong number of rows.
     """
     if logits.ndim != 2 or logits.shape[0] != len(tokens) + 1:
-        raise ValueError(f"logits must be [{len(tokens) + 1}, vocabulary], got {list(logits.shape)}")
+        raise ValueError(
+            f"logits must be [{len(tokens) + 1}, vocabulary], got {list(logits.shape)}"
+        )
     draft.check(tokens, logits.shape[1])
     rows = _Rows(logits, sampling, position, history, grammar)
     if sampling.greedy:
@@ -91,20 +95,26 @@ def accept(
 
 
 def residual(target: Floats, draft: DraftProbs, row: int, log_weight: float = 0.0) -> Floats:
-    """log (weight target - draft)+ up to a constant, fp32 [V]; log target if rounding leaves nothing.
+    """log (weight target - draft)+ up to a constant, fp32 [V]; log target if nothing is left.
 
-    In log space: with draft close to target the plain difference cancels, log1p of the ratio does not.
+    In log space: with draft close to target the plain difference cancels, log1p of the ratio does
+    not.
     """
+    left = _left(target, draft, row, log_weight)
+    return left if left.max() > -np.inf else target
+
+
+def _left(target: Floats, draft: DraftProbs, row: int, log_weight: float) -> Floats:
     left = target + np.float32(log_weight)
     ids, probs = draft.entries(row)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(probs) - left[ids]
         left[ids] = np.where(ratio < 0, left[ids] + np.log1p(-np.exp(ratio)), -np.inf)
-    return left if left.max() > -np.inf else target
+    return left
 
 
 class _Rows:
-    """Log target_probs of the rows along the drafted chain, made when asked for; penalties and grammar move with it."""
+    """Log target_probs of the rows along the drafted chain, made when asked for."""
 
     def __init__(
         self,
@@ -149,7 +159,7 @@ class _Rows:
 
 
 def _coin(sampling: Sampling, position: int, drafted: int) -> float:
-    """Log of the uniform number that decides on drafted token `drafted` of the round at `position`."""
+    """Log of the uniform number that decides on token `drafted` of the round at `position`."""
     return math.log(noise.uniform(sampling.seed, position + drafted, noise.COIN, position - 1))
 
 
@@ -184,7 +194,7 @@ def _block(
         if i == len(tokens):
             succeeds = weight
         else:
-            spare = float(np.exp(residual_or_nothing(rows.logprobs[i], draft, i, joint[i])).sum())
+            spare = float(np.exp(_left(rows.logprobs[i], draft, i, joint[i])).sum())
             succeeds = 1.0 if weight == 1 else spare / (spare + 1 - weight)
         if math.exp(_coin(sampling, position, i - 1)) < succeeds:
             return i, joint[i]

@@ -150,7 +150,9 @@ def plan(
         wide = max(len(tree) for tree in paths)
         long = max(len(path) for tree in paths for path in tree)
         flat = [
-            path + [-1] * (long - len(path)) for tree in paths for path in tree + [[]] * (wide - len(tree))
+            path + [-1] * (long - len(path))
+            for tree in paths
+            for path in tree + [[]] * (wide - len(tree))
         ]
         table = ints(list(itertools.chain.from_iterable(flat))).view(sessions, wide, long)
     owners, where = ints(owner + [-1] * pad_rows), ints(physical + [0] * pad_rows).long()

@@ -33,9 +33,7 @@ def _fold(m, l, acc, m_next, l_next, acc_next):
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - safe), tl.exp2(m_next - safe)
     l = tl.fma(l_next, new, l * old)  # noqa: E741
-    acc = tl.fma(
-        acc_next, tl.broadcast_to(new[:, None], acc_next.shape), acc * old[:, None]
-    )
+    acc = tl.fma(acc_next, tl.broadcast_to(new[:, None], acc_next.shape), acc * old[:, None])
     return top, l, acc
 
 
@@ -76,6 +74,7 @@ def _attend_kernel(
     CHUNK: tl.constexpr,
     TREE: tl.constexpr,
     WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     session = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -110,6 +109,8 @@ def _attend_kernel(
             mask=live[:, None] & (d[None, :] < HEAD_DIM),
             other=0.0,
         )
+        if UPCAST:
+            q = q.to(tl.float32)
         m_all = tl.full([M], float("-inf"), tl.float32)
         l_all = tl.zeros([M], tl.float32)
         acc_all = tl.zeros([M, BLOCK_D], tl.float32)
@@ -147,13 +148,12 @@ def _attend_kernel(
                 )
                 slot = page.to(tl.int64) * PAGE + physical % PAGE
                 k = tl.load(
-                    K_ptr
-                    + kv_head * k_head_stride
-                    + (slot * k_slot_stride)[:, None]
-                    + d[None, :],
+                    K_ptr + kv_head * k_head_stride + (slot * k_slot_stride)[:, None] + d[None, :],
                     mask=here[:, None] & (d[None, :] < HEAD_DIM),
                     other=0.0,
                 )
+                if UPCAST:
+                    k = k.to(tl.float32)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 seen = (at[None, :] <= position[:, None]) & here[None, :]
                 if TREE:
@@ -169,21 +169,21 @@ def _attend_kernel(
                 acc = acc * shrink[:, None]
                 m = top
                 v = tl.load(
-                    V_ptr
-                    + kv_head * v_head_stride
-                    + (slot * v_slot_stride)[:, None]
-                    + d[None, :],
+                    V_ptr + kv_head * v_head_stride + (slot * v_slot_stride)[:, None] + d[None, :],
                     mask=here[:, None] & (d[None, :] < HEAD_DIM),
                     other=0.0,
                 )
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+                p = p.to(v.dtype)
+                if UPCAST:
+                    p, v = p.to(tl.float32), v.to(tl.float32)
+                acc = tl.dot(p, v, acc, input_precision="ieee")
             if WHOLE:
                 m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc)
             else:
                 m_all, l_all, acc_all = m, l, acc
         out_at = row.to(tl.int64) * HEADS + head
         if WHOLE:
-            out = acc_all / l_all[:, None]
+            out = acc_all / tl.where(live, l_all, 1.0)[:, None]
             tl.store(
                 Out_ptr + (out_at * HEAD_DIM)[:, None] + d[None, :],
                 out.to(Out_ptr.dtype.element_ty),
@@ -193,9 +193,7 @@ def _attend_kernel(
             part = chunk.to(tl.int64) * n_rows * HEADS + out_at
             tl.store(ML_ptr + part * 2, m_all, mask=live)
             tl.store(ML_ptr + part * 2 + 1, l_all, mask=live)
-            tl.store(
-                Acc_ptr + (part * BLOCK_D)[:, None] + d[None, :], acc_all, mask=live[:, None]
-            )
+            tl.store(Acc_ptr + (part * BLOCK_D)[:, None] + d[None, :], acc_all, mask=live[:, None])
 
 
 @triton.jit
@@ -232,7 +230,7 @@ def _fold_kernel(
             Acc_ptr + (part * BLOCK_D)[:, None] + d[None, :], mask=live[:, None], other=0.0
         )
         m, l, acc = _fold(m, l, acc, m_next, l_next, acc_next)  # noqa: E741
-    out = acc / tl.where(chunks > 0, l, 1.0)[:, None]
+    out = acc / tl.where(live & (l > 0.0), l, 1.0)[:, None]
     tl.store(
         Out_ptr + ((row * HEADS + head) * HEAD_DIM)[:, None] + d[None, :],
         out.to(Out_ptr.dtype.element_ty),
@@ -313,7 +311,9 @@ def attend(
         CHUNK=KEY_CHUNK,
         TREE=plan.paths is not None,
         WHOLE=whole,
-        num_warps=4,
+        # The interpreter multiplies bf16 as the integers it stores them in.
+        UPCAST=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
+        num_warps=8,
         num_stages=3,
         enable_fp_fusion=False,
     )

@@ -18,7 +18,7 @@ _SUM_TOLERANCE = 1e-3
 
 
 class DraftProbsError(ValueError):
-    """draft_probs cannot be what the drafted tokens were sampled from. Carries field, limit and value."""
+    """draft_probs the drafted tokens were not sampled from. Carries field, limit and value."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field} must be {limit}, got {value!r}")
@@ -27,12 +27,12 @@ class DraftProbsError(ValueError):
         self.value = value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DraftProbs:
     """Row j is the distribution that drafted token j was sampled from; rows are normalised here.
 
-    A rule is exact only if the tokens really were drawn from these rows, noise of purpose DRAFT or BRANCH and the
-    round's base included.
+    A rule is exact only if the tokens really were drawn from these rows, noise of purpose DRAFT or
+    BRANCH and the round's base included.
     """
 
     ids: npt.NDArray[np.int64] | None
@@ -51,10 +51,14 @@ class DraftProbs:
 
     @classmethod
     def sparse(cls, ids: torch.Tensor, probs: torch.Tensor) -> DraftProbs:
-        """From ids [n, k] and their probabilities [n, k]; all other tokens have none. Raises DraftProbsError."""
+        """From ids [n, k] and their probabilities [n, k], all there is. Raises DraftProbsError."""
         if ids.shape != probs.shape:
-            raise DraftProbsError("sparse.token_ids", f"of shape {list(probs.shape)}", list(ids.shape))
+            raise DraftProbsError(
+                "sparse.token_ids", f"of shape {list(probs.shape)}", list(ids.shape)
+            )
         table = ids.detach().cpu().numpy().astype(np.int64)
+        if table.size and table.min() < 0:
+            raise DraftProbsError("sparse.token_ids", ">= 0", int(table.min()))
         ordered = np.sort(table, axis=1)
         if (ordered[:, 1:] == ordered[:, :-1]).any():
             row = int(np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))[0])
@@ -71,14 +75,16 @@ class DraftProbs:
     def mixture(
         cls, branches: Sequence[Sequence[int]], prior: Sequence[float], chosen: int
     ) -> DraftProbs:
-        """Of the tokens of branch `chosen`, drawn with `prior` among K equally long branches (running weights).
+        """Running weights of branch `chosen`, drawn with `prior` among K equally long branches.
 
         prior is the one really sampled from, category temperature included. Raises DraftProbsError.
         """
         weights = np.asarray(prior, dtype=np.float64)
         table = np.asarray(branches, dtype=np.int64)
         if table.ndim != 2 or weights.shape != table.shape[:1]:
-            raise DraftProbsError("prior", "one weight a branch of equal length", list(weights.shape))
+            raise DraftProbsError(
+                "prior", "one weight a branch of equal length", list(weights.shape)
+            )
         if not 0 <= chosen < len(table) or not weights[chosen] > 0:
             raise DraftProbsError("chosen", "a branch with a positive prior", chosen)
         depth = table.shape[1]
@@ -86,7 +92,8 @@ class DraftProbs:
         ids = np.empty((depth, len(table)), dtype=np.int64)
         agree = weights > 0
         for j in range(depth):
-            # Branches with the same token share one entry; the other entries get ids of their own and no weight.
+            # Branches with the same token share one entry; the other entries get ids of their own
+            # and no weight.
             distinct, entry = np.unique(table[:, j], return_inverse=True)
             np.add.at(probs[j], entry, weights * agree)
             probs[j] /= probs[j].sum()
@@ -101,7 +108,7 @@ class DraftProbs:
             raise DraftProbsError("draft_probs", f"{len(tokens)} rows", len(self))
         if self.ids is None and self.probs.shape[1] != vocab_size:
             raise DraftProbsError("dense", f"{vocab_size} wide", self.probs.shape[1])
-        if self.ids is not None and self.ids.size and not -1 <= self.ids.min() <= self.ids.max() < vocab_size:
+        if self.ids is not None and self.ids.size and self.ids.max() >= vocab_size:
             raise DraftProbsError("sparse.token_ids", f"in [0, {vocab_size})", int(self.ids.max()))
         for row, token in enumerate(tokens):
             if not 0 <= token < vocab_size:

@@ -1,30 +1,36 @@
-"""Counter noise: the random numbers of every draw, each computable alone from (seed, position, purpose, token).
+"""Counter noise: every random number, computable alone from (seed, position, purpose, token).
 
 Knows the generator's layout, the same on CPU and in Triton. Knows neither logits nor rules.
 
 Generator
 ---------
-Philox4x64-10 (Salmon et al. 2011), key = (seed, purpose), counter = (block, position, level, base), each an unsigned
-64-bit word; one block is 4 words of 64 bits. numpy steps its counter before the first block, so `Philox(counter=[b - 1,
-...]).random_raw(4)` is the block of counter b; Triton's `philox_impl(b, position, level, base, seed, purpose)` is the
-same block without that step. `base` is 0 for TARGET. For the other purposes it is the anchor's position: a round may
-look at coins and drafts of positions that it does not commit, and the next round must not meet them again.
+Philox4x64-10 (Salmon et al. 2011), key = (seed, purpose), counter = (block, position, level, base),
+each an unsigned 64-bit word; one block is 4 words of 64 bits. numpy steps its counter before the
+first block, so `Philox(counter=[b - 1, ...]).random_raw(4)` is the block of counter b; Triton's
+`philox_impl(b, position, level, base, seed, purpose)` is the same block without that step. `base`
+is 0 for TARGET. For the other purposes it is the anchor's position: a round may look at coins and
+drafts of positions that it does not commit, and the next round must not meet them again.
 
 Layout
 ------
-Tokens stand in groups of 64: group = token // 64. Every token has an exponential E ~ Exp(1), and gumbel = -log(E).
-The 64 exponentials of a group are independent, but they are *made* smallest first (the exponential has no memory):
+Tokens stand in groups of 64: group = token // 64. Every token has an exponential E ~ Exp(1), and
+gumbel = -log(E). The 64 exponentials of a group are independent, but they are *made* smallest first
+(the exponential has no memory):
 
-    m = Exp(1) / 64 is the group's smallest, its owner uniform in 0..63, and any other token has E = m + Exp(1).
+    m = Exp(1) / 64 is the group's smallest, its owner is uniform in 0..63,
+    and each of the other 63 tokens has E = m + Exp(1).
 
-    level 0, block = group // 4 + 1, word group % 4 =: w     owner = w >> 58,  u = f32(w & (2**58 - 1)) * 2**-58 + 2**-59
-    level 1, block = token // 8 + 1, 32-bit half token % 8   u = f32(half) * 2**-32 + 2**-33
-             (half h is word h // 2, low half for even h)
-    in both: u = min(u, 1 - 2**-24);  Exp(1) = -log1p(-u);  all in fp32, f32() rounds to nearest even
+Where the bits come from, all in fp32, f32() rounding to nearest even:
 
-A race argmin E / p then needs one number a group to leave out nearly all of the vocabulary (see `race`): measured here,
-one row of 49,152 costs 0.1 ms instead of 0.45 ms, and a GPU's statistics pass stays bound by memory. The winner's
-exponential is nearly always some group's m, whose resolution is 2**-65, so rare tokens are not starved.
+    level 0   block = group // 4 + 1, word group % 4 =: w;  owner = w >> 58
+              u = f32(w & (2**58 - 1)) * 2**-58 + 2**-59
+    level 1   block = token // 8 + 1, 32-bit half token % 8 (in word half // 2, even ones low)
+              u = f32(half) * 2**-32 + 2**-33
+    both      u = min(u, 1 - 2**-24);  Exp(1) = -log1p(-u)
+
+A race argmin E / p then needs one number a group to leave out nearly all of the vocabulary
+(`race`), on a CPU as in a statistics pass that should stay bound by memory. It is fair to rare
+tokens too: one that wins is as good as always the owner of its group, and m resolves 2**-65.
 """
 
 from __future__ import annotations
@@ -64,7 +70,9 @@ _S32, _S58 = np.uint64(32), np.uint64(58)
 _local = threading.local()
 
 
-def gumbel(seed: int, position: int, vocab_size: int, purpose: int = TARGET, base: int = 0) -> torch.Tensor:
+def gumbel(
+    seed: int, position: int, vocab_size: int, purpose: int = TARGET, base: int = 0
+) -> torch.Tensor:
     """Standard Gumbel noise of tokens 0 .. vocab_size - 1 at a position, fp32 [vocab_size]."""
     groups = -(-vocab_size // GROUP)
     minima, owners = group_minima(seed, position, groups, purpose, base)
@@ -80,7 +88,7 @@ def gumbel(seed: int, position: int, vocab_size: int, purpose: int = TARGET, bas
 def gumbel_at(
     seed: int, position: int, token_ids: torch.Tensor, purpose: int = TARGET, base: int = 0
 ) -> torch.Tensor:
-    """The same numbers as gumbel(...)[token_ids], of these tokens alone; fp32, shape of token_ids."""
+    """The same numbers as gumbel(...)[token_ids], of these tokens alone; fp32, their shape."""
     rows = gumbel_rows([seed], [position], token_ids.reshape(1, -1), purpose, [base])
     return rows.reshape(token_ids.shape)
 
@@ -92,7 +100,10 @@ def gumbel_rows(
     purpose: int = TARGET,
     bases: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """gumbel_at for many rows in one call: row r is (seeds[r], positions[r]). token_ids [rows, k] -> fp32 [rows, k]."""
+    """gumbel_at for many rows in one call: row r is that of (seeds[r], positions[r], bases[r]).
+
+    token_ids [rows, k] -> fp32 [rows, k] on its device. Raises ValueError for negative ids.
+    """
     ids = token_ids.detach().cpu().numpy().astype(np.int64)
     if ids.size == 0:
         return torch.empty(token_ids.shape, device=token_ids.device)
@@ -130,7 +141,7 @@ def uniform(seed: int, position: int, purpose: int, base: int = 0) -> float:
 def group_minima(
     seed: int, position: int, groups: int, purpose: int = TARGET, base: int = 0
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Level 0 of groups 0 .. groups - 1: each group's smallest exponential, fp32, and its owner in 0..63."""
+    """Level 0 of groups 0 .. groups - 1: the smallest exponentials, fp32, and their owners."""
     return _split(_generator(seed, (1, position, 0, base), purpose).words(groups))
 
 
@@ -177,7 +188,9 @@ def uniform58(words: Words) -> Floats:
 
 
 def exponential(u: Floats) -> Floats:
-    """-log1p(-u) in fp32, in place. torch's log1p everywhere: it is vectorised and gives a value the same bits alone."""
+    """-log1p(-u) in fp32, in place. torch's log1p everywhere: it is vectorised and gives a value
+    the same bits alone.
+    """
     torch.from_numpy(u).neg_().log1p_().neg_()
     return u
 
@@ -219,7 +232,9 @@ def _counters(
     rows[0] = blocks + np.uint64(1)
     rows[1] = np.array([_word(p, "position") for p in positions], dtype=np.uint64)[:, None]
     rows[2] = level
-    rows[3] = np.array([_word(b, "base") for b in bases or [0] * len(positions)], dtype=np.uint64)[:, None]
+    rows[3] = np.array([_word(b, "base") for b in bases or [0] * len(positions)], dtype=np.uint64)[
+        :, None
+    ]
     return rows
 
 
@@ -239,10 +254,9 @@ class _Native:
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)
-        self._state = dict(self._philox.state)
+        self._state = self._philox.state
         self._state["buffer_pos"] = 4  # nothing buffered: the next word starts a block
-        inner: dict[str, Words] = self._state["state"]
-        self.counter, self.key = inner["counter"], inner["key"]
+        self.counter, self.key = self._state["state"]["counter"], self._state["state"]["key"]
 
     def words(self, count: int) -> Words:
         """Words from the block after `counter` on; counter itself does not move."""

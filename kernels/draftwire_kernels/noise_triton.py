@@ -146,7 +146,11 @@ def _gumbel_at_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(Token_ptr + row * n + at, mask=at < n, other=0)
     noise = token_gumbel(
-        token, tl.load(Position_ptr + row), tl.load(Base_ptr + row), tl.load(Seed_ptr + row), purpose
+        token,
+        tl.load(Position_ptr + row),
+        tl.load(Base_ptr + row),
+        tl.load(Seed_ptr + row),
+        purpose,
     )
     tl.store(Out_ptr + row * n + at, noise, mask=at < n)
 

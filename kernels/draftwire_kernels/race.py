@@ -1,10 +1,11 @@
-"""The draw itself: which token of a row has the largest score + gumbel, without making all of the noise.
+"""The draw: which token of a row has the largest score + gumbel, without making all of the noise.
 
-Knows one row of scores on the host and the layout of `noise`. Knows nothing of how the scores were made.
+Knows one row of scores on the host and the layout of `noise`. Knows nothing of how the scores were
+made.
 
-A group's best possible value is (its best score) - log(its smallest exponential), and the value of the smallest
-exponential's owner is known at once. Groups whose bound is below a value already known need no noise of their own:
-of the 768 groups of a language model's row of 49,152 about ten remain.
+A group's best possible value is (its best score) - log(its smallest exponential), and the value of
+the smallest exponential's owner is known at once. Groups whose bound is below a value already known
+need no noise of their own: of the 768 groups of a language model's row of 49,152 about ten remain.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _IN_GROUP = np.arange(GROUP)
 
 
 class NonFiniteRow(ValueError):
-    """A row of logits holds NaN or +inf, or excludes every token. Carries the row's index and what was found."""
+    """A row of logits holds NaN or +inf, or excludes every token. Carries the row and the find."""
 
     def __init__(self, row: int, found: str) -> None:
         super().__init__(f"row {row} of the logits has {found}")
@@ -42,7 +43,7 @@ def check_finite(largest: float, row: int = 0) -> None:
 
 
 def in_groups(scores: Floats) -> Floats:
-    """Scores as [groups, 64]; the last group is filled up with -inf if the vocabulary does not fill it."""
+    """Scores as [groups, 64], the last group filled up with -inf."""
     missing = -scores.size % GROUP
     if missing:
         scores = np.concatenate([scores, np.full(missing, -np.inf, dtype=np.float32)])
@@ -57,7 +58,9 @@ def group_maxima(table: Floats) -> Floats:
 
 def argmax(scores: Floats) -> int:
     """Token of the largest score, the lowest id among equals. Raises NonFiniteRow."""
-    token = int(scores.argmax())  # numpy's argmax stops at the first NaN, so the check below sees it
+    token = int(
+        scores.argmax()
+    )  # numpy's argmax stops at the first NaN, so the check below sees it
     check_finite(float(scores[token]))
     return token
 
@@ -80,7 +83,7 @@ def perturbed_top(
     purpose: int = noise.TARGET,
     base: int = 0,
 ) -> list[tuple[int, float]]:
-    """The `count` largest scores + gumbel as (token, value), largest first, lower id first among equals.
+    """The `count` largest scores + gumbel as (token, value), in order, lower id first among equals.
 
     Fewer if fewer tokens are not excluded. Raises NonFiniteRow.
     """
@@ -93,7 +96,8 @@ def perturbed_top(
     bounds = maxima + luck
     groups = np.arange(len(table))
     tokens, values = groups * GROUP + owners, table[groups, owners] + luck
-    # 2. The most promising groups token by token: they raise the floor. 3. All that may still be above it.
+    # 2. The most promising groups token by token: they raise the floor. 3. All that may still be
+    # above it.
     seen = _most_promising(bounds, count)
     for _ in range(2):
         halves = noise.group_halves(seed, position, seen, purpose, base)
@@ -104,7 +108,8 @@ def perturbed_top(
         tokens = np.concatenate([tokens, (seen[:, None] * GROUP + _IN_GROUP).ravel()])
         values = np.concatenate([values, found.ravel()])
         floor = _nth_largest(values, count)
-        # Two roundings lie between a value and its group's bound, and log need not be monotone to the last bit.
+        # Two roundings lie between a value and its group's bound, and log need not be monotone to
+        # the last bit.
         above = bounds >= floor - _SLACK * (1 + abs(floor))
         above[seen] = False
         above &= maxima > -np.inf

@@ -1,23 +1,27 @@
-"""The specification: target distribution, acceptance rules and noise, one step a line, in any float type.
+"""The specification: target distribution, acceptance rules and noise, in any float type.
 
-Knows nothing of speed; every fast path is tested against this file. Works on rows already on the path: a rule is
-given target_probs of every row it needs and says the *law* of what is committed, so that tests can enumerate it.
+Knows nothing of speed; every fast path is tested against this file. A rule is given target_probs of
+every row it needs and says the *law* of what is committed, so that tests can enumerate it.
 
 Terms
 -----
-target_probs   the distribution the target's next token is drawn from, after every sampling parameter: [V], sums to one.
-               The same function in plain decoding, acceptance, residual, bonus and logprobs.
-draft_probs    the distribution a drafted token was really sampled from: [V], sums to one. One-hot for a drafter that
-               does not sample.
-anchor         the last committed token; row 0 of target_rows is the distribution after it.
-drafted        tokens x_1 .. x_n below the anchor; row i of target_rows is the distribution after x_i, row i - 1 of
-               draft_rows the one x_i was sampled from.
-accepted       the drafted tokens that are kept: a prefix of the chain, a path of the tree.
-recovered      the token drawn where the accepted prefix ends early. bonus: the one drawn after a fully accepted chain.
-committed      the accepted tokens and then the recovered or bonus token.
-outcome        an accepted path, its probability given what was drafted, and the law of the token after it.
+target_probs  the distribution the target's next token is drawn from, after every sampling
+              parameter: [V], sums to one. The same function in plain decoding, acceptance,
+              residual, bonus and logprobs.
+draft_probs   the distribution a drafted token was really sampled from: [V], sums to one; one-hot
+              for a drafter that does not sample.
+anchor        the last committed token; row 0 of target_rows is the distribution after it.
+drafted       tokens x_1 .. x_n below the anchor; row i of target_rows is the distribution after
+              x_i, row i - 1 of draft_rows the one that x_i was sampled from.
+accepted      the drafted tokens that are kept: a prefix of the chain, a path of the tree.
+recovered     the token drawn where the accepted prefix ends early.
+bonus         the token drawn after a chain, or below a leaf, that is accepted to its end.
+committed     the accepted tokens and then the recovered or bonus token.
+outcome       an accepted path, its probability given what was drafted, and the law of the token
+              after it.
 
-Every rule is exact: over drafts, coins and the token after, committed tokens are distributed as the target's own.
+Every rule is exact: over drafts, coins and the token after, committed tokens are distributed as
+the target's own.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from draftwire_kernels.tree import TokenTree
 Tensor = torch.Tensor
 
 
-# --- target_probs ----------------------------------------------------------------------------------------------------
+# --- target_probs ---------------------------------------------------------------------------------
 
 
 def target_probs(
@@ -46,7 +50,10 @@ def target_probs(
     output_ids: Sequence[int] = (),
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Distribution of the token at `position`, [V] in the type of logits [V]. output_ids: output so far, path included."""
+    """Distribution of the token at `position`, [V] in the type of logits [V].
+
+    output_ids: the output so far, the drafted path included. allowed: bool [V].
+    """
     scores = adjusted(logits, sampling, position, prompt_ids, output_ids, allowed)
     if sampling.greedy:
         greedy = torch.zeros_like(scores)
@@ -67,7 +74,7 @@ def adjusted(
     output_ids: Sequence[int],
     allowed: Tensor | None,
 ) -> Tensor:
-    """Logits after logit bias, repetition, frequency and presence penalty, banned ids and mask, in that order."""
+    """Logits after bias, repetition, frequency, presence penalty, banned ids, mask, in order."""
     scores = logits.clone()
     for token, value in sampling.logit_bias:
         scores[token] += value
@@ -90,7 +97,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def top_p(scores: Tensor, p: float) -> Tensor:
-    """Exclude all but the shortest prefix, by score and then id, whose probability reaches p; 1 is off."""
+    """Exclude all but the shortest prefix, by score and then id, that reaches p; 1 is off."""
     if p == 1:
         return scores
     order = _order(scores)
@@ -113,7 +120,8 @@ def _keep(scores: Tensor, which: Tensor) -> Tensor:
     return kept
 
 
-# --- Acceptance rules ------------------------------------------------------------------------------------------------
+# --- Acceptance rules
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,13 +137,14 @@ class Outcome:
 
 
 def follow(target_rows: Tensor, tree: TokenTree) -> list[Outcome]:
-    """The target draws a token at each node and the walk goes on to the child that bears it. target_rows [n + 1, V]."""
+    """Draw a token at each node, walk to the child that bears it. target_rows [n + 1, V]."""
     outcomes = []
     reach = {-1: 1.0}
     for node in range(-1, len(tree)):
         probs = target_rows[node + 1].clone()
         for child in tree.children(node):
-            # Of two siblings with the same token the first is walked: the second finds its probability gone.
+            # Of two siblings with the same token the first is walked: the second finds its
+            # probability gone.
             reach[child] = reach[node] * float(probs[tree.tokens[child]])
             probs[tree.tokens[child]] = 0
         stays = float(probs.sum())
@@ -145,7 +154,7 @@ def follow(target_rows: Tensor, tree: TokenTree) -> list[Outcome]:
 
 
 def chain(target_rows: Tensor, tokens: Sequence[int], draft_rows: Tensor) -> list[Outcome]:
-    """Accept x_i with probability min(1, target / draft); at the first refusal draw from the residual."""
+    """Accept x_i with min(1, target / draft); at the first refusal draw from the residual."""
     outcomes, reach = [], 1.0
     for i, token in enumerate(tokens):
         target, draft = target_rows[i], draft_rows[i]
@@ -160,7 +169,8 @@ def chain(target_rows: Tensor, tokens: Sequence[int], draft_rows: Tensor) -> lis
 def block(target_rows: Tensor, tokens: Sequence[int], draft_rows: Tensor) -> list[Outcome]:
     """Block verification (Sun et al. 2025): accept the longest prefix whose own coin succeeds.
 
-    P_0 = 1, P_i = min(1, P_{i-1} target(x_i) / draft(x_i)): how far the block so far outruns the target.
+    P_0 = 1, P_i = min(1, P_{i-1} target(x_i) / draft(x_i)): how far the block so far outruns the
+    target.
     """
     n = len(tokens)
     joint = [1.0]
@@ -172,7 +182,8 @@ def block(target_rows: Tensor, tokens: Sequence[int], draft_rows: Tensor) -> lis
             coin, next_probs = joint[n], target_rows[n]
         else:
             spare = float((joint[i] * target_rows[i] - draft_rows[i]).clamp(min=0).sum())
-            # The empty prefix needs no coin, and where nothing can be spare a longer prefix was accepted.
+            # The empty prefix needs no coin, and where nothing can be spare a longer prefix was
+            # accepted.
             coin = 1.0 if joint[i] == 1 else spare / (spare + 1 - joint[i])
             next_probs = residual(target_rows[i], draft_rows[i], joint[i])
         if later_fail * coin > 0:
@@ -182,9 +193,9 @@ def block(target_rows: Tensor, tokens: Sequence[int], draft_rows: Tensor) -> lis
 
 
 def residual(target: Tensor, draft: Tensor, weight: float = 1.0) -> Tensor:
-    """Law of the recovered token: (weight target - draft)+ normalised, in log space; target if nothing is left.
+    """Law of the recovered token: (weight target - draft)+ normalised; target if nothing is left.
 
-    With draft close to target the plain difference cancels; log1p of the ratio does not.
+    In log space: with draft close to target the plain difference cancels, log1p does not.
     """
     log_target = target.log() + (math.log(weight) if weight > 0 else -math.inf)
     ratio = torch.where(draft > 0, draft.log() - log_target, torch.full_like(target, -math.inf))
@@ -195,11 +206,12 @@ def residual(target: Tensor, draft: Tensor, weight: float = 1.0) -> Tensor:
     return torch.softmax(left, 0)  # normalises: left are log weights, not probabilities
 
 
-# --- Branch mixture: draft_probs of a drafter that draws one of K fixed branches -------------------------------------
+# --- Branch mixture: draft_probs of a drafter that draws one of K fixed branches
+# -------------------------------------
 
 
 def tempered(prior: Tensor, temperature: float) -> Tensor:
-    """The prior over branches as really sampled: sharpened or flattened by the category temperature, [K]."""
+    """The prior over branches as sampled: flattened by the category temperature, [K]."""
     return torch.softmax(prior.log() / temperature, 0)
 
 
@@ -208,7 +220,8 @@ def mixture_rows(
 ) -> Tensor:
     """draft_rows [n, V] of `tokens`, one of K equally long branches drawn with `prior` [K].
 
-    Row i gives each branch that agrees with x_1 .. x_i its weight, renormalised (the running weights).
+    Row i gives each branch that agrees with x_1 .. x_i its weight, renormalised (the running
+    weights).
     """
     rows = torch.zeros(len(tokens), vocab_size, dtype=prior.dtype)
     for i in range(len(tokens)):
@@ -219,7 +232,8 @@ def mixture_rows(
     return rows
 
 
-# --- Noise: `noise`, a number at a time ------------------------------------------------------------------------------
+# --- Noise: `noise`, a number at a time
+# ------------------------------------------------------------------------------
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> tuple[int, int, int, int]:

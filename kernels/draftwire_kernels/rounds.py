@@ -11,6 +11,7 @@ import torch
 
 from draftwire_kernels.checks import expect
 from draftwire_kernels.sampling import Sampling
+from draftwire_kernels.tree import TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,10 @@ def row_params(
         ],
         dtype=torch.int64,
     )
-    floats, whole = floats.float().to(device, non_blocking=True), whole.to(device, non_blocking=True)
+    floats, whole = (
+        floats.float().to(device, non_blocking=True),
+        whole.to(device, non_blocking=True),
+    )
     return RowParams(
         owner=owner,
         depth=depth,
@@ -87,4 +91,71 @@ def row_params(
         seed=whole[1],
         position=whole[2],
         filtered=any(s.filters and not s.greedy for s in samplings),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTrees:
+    """The trees of a round, on the device of the logits; rows as in AttentionPlan."""
+
+    token: torch.Tensor
+    """[rows] int32: token of each node; -1 for anchor rows and padding."""
+    parent: torch.Tensor
+    """[rows] int32: row of the parent within the session; -1 for anchor rows."""
+    row_start: torch.Tensor
+    """[sessions + 1] int32."""
+    owner: torch.Tensor
+    """[rows] int32: session of each row, -1 for padding."""
+    depth: torch.Tensor
+    """[rows] int32."""
+    widest: int
+    """Most rows of one session, or a bound on it."""
+    deepest: int
+    """Largest depth, or a bound on it."""
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return int(self.row_start.shape[0]) - 1
+
+
+def round_trees(
+    trees: Sequence[TokenTree],
+    device: torch.device | str,
+    *,
+    pad_rows: int = 0,
+    widest: int = 0,
+    deepest: int = 0,
+) -> RoundTrees:
+    """Pack the trees of a round's sessions; `pad_rows` rows of no session follow.
+
+    `widest` and `deepest` may be given larger than needed, so that a captured graph can be replayed.
+    Raises KernelArgumentError.
+    """
+    token: list[int] = []
+    parent: list[int] = []
+    owner: list[int] = []
+    depth: list[int] = []
+    start = [0]
+    for session, tree in enumerate(trees):
+        token += [-1, *tree.tokens]
+        parent += [-1, *(above + 1 for above in tree.parents)]
+        depth += [0, *tree.depths()]
+        owner += [session] * (len(tree) + 1)
+        start.append(len(token))
+    rows, deep = max(map(len, trees), default=0) + 1, max(depth, default=0)
+    expect(widest in (0,) or widest >= rows, "widest", f">= {rows}", widest)
+    expect(deepest in (0,) or deepest >= deep, "deepest", f">= {deep}", deepest)
+    pad = [-1] * pad_rows
+    packed = torch.tensor(
+        [token + pad, parent + pad, owner + pad, depth + [0] * pad_rows], dtype=torch.int32
+    ).to(device, non_blocking=True)
+    return RoundTrees(
+        token=packed[0],
+        parent=packed[1],
+        owner=packed[2],
+        depth=packed[3],
+        row_start=torch.tensor(start, dtype=torch.int32).to(device, non_blocking=True),
+        widest=max(widest, rows),
+        deepest=max(deepest, deep),
     )

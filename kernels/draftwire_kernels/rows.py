@@ -1,10 +1,11 @@
 """target_probs on the host: one row of logits to the scores the next token is drawn from.
 
-Knows the order of the steps: logit bias, penalties, banned ids and mask, temperature, top-k, top-p, min-p. Knows neither
-noise nor trees. `reference.target_probs` is the same in plain torch, one step a line.
+Knows the order of the steps: logit bias, penalties, banned ids and mask, temperature, top-k, top-p,
+min-p. Knows neither noise nor trees. `reference.target_probs` is the same in plain torch, one step
+a line.
 
-Scores are log-probabilities up to a constant: drawing needs no more, so the pass over exp is left out unless a filter
-or a caller wants probabilities.
+Scores are log-probabilities up to a constant: drawing needs no more, so the pass over exp is left
+out unless a filter or a caller wants probabilities.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def target_scores(
     history: History | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Floats:
-    """Scores of a row, fp32 [V] on the host, -inf = excluded; the row itself when nothing is asked of it.
+    """Scores of a row, fp32 [V] on the host, -inf = excluded; maybe the row itself: read only.
 
-    logits [V] bf16, fp16 or fp32 on any device; allowed bool [V]. Greedy rows stop before the temperature. Raises
-    NonFiniteRow (here if the row is edited or filtered, else when it is drawn from), SamplingError for a missing history
-    or ids outside the vocabulary.
+    logits [V] bf16, fp16 or fp32 on any device; allowed bool [V]. Greedy rows stop before the
+    temperature. Raises NonFiniteRow (here if the row is edited or filtered, else when it is drawn
+    from), SamplingError for a missing history or ids outside the vocabulary.
     """
     row = _host_row(logits, sampling, position, history, allowed)
     if sampling.greedy:
@@ -116,7 +117,7 @@ def _filter(row: Floats, sampling: Sampling) -> Floats:
 
 
 def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, top_p: float) -> Ids:
-    """The smallest prefix, by score and then id, whose probability among `ids` (None: all) reaches top_p."""
+    """The shortest prefix, by score and then id, that reaches top_p among `ids` (None: all)."""
     if ids is not None:
         weights = np.exp((row[ids] - largest).astype(np.float64))
         return ids[_first(row[ids], _prefix(row[ids], largest, top_p * float(weights.sum())))]
@@ -132,7 +133,7 @@ def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, to
 
 
 def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
-    """Ids, ascending, of an upper set of the row with at least `count` members (all of it if it has no more)."""
+    """Ids, ascending, of an upper set of the row: at least `count`, or all of it."""
     if count >= row.size:
         return np.arange(row.size)
     if count <= maxima.size // 2:
@@ -144,10 +145,11 @@ def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
 
 
 def _prefix(values: Floats, largest: np.float32, need: float) -> int:
-    """Length of the shortest prefix of the sorted values whose exp(value - largest) sum to at least `need`."""
+    """How many of the values, largest first, it takes for exp(value - largest) to sum to `need`."""
     ordered = np.sort(values)[::-1]
     sums = np.cumsum(np.exp((ordered - largest).astype(np.float64)))
-    # The sums differ from the row's fp32 total in the last bits: a need just out of reach means all of them.
+    # The sums differ from the row's fp32 total in the last bits: a need just out of reach means all
+    # of them.
     return min(int(np.searchsorted(sums, need)) + 1, values.size)
 
 

@@ -1,7 +1,7 @@
 """How tokens are drawn (`Sampling`) and what a session has produced so far (`History`).
 
-Knows the parameters, their limits, and the counts that penalties need. Knows neither logits (see `rows`) nor the wire:
-each service converts its own messages.
+Knows the parameters, their limits, and the counts that penalties need. Knows neither logits (see
+`rows`) nor the wire: each service converts its own messages.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Sampling:
     top_k: int = 0
     """Keep the k most likely tokens, the lower id first among equals; 0 is off."""
     top_p: float = 1.0
-    """Keep the smallest prefix of the tokens, most likely first, whose probability reaches this, in (0, 1]."""
+    """Keep the shortest prefix, most likely first, whose probability reaches this, in (0, 1]."""
     min_p: float = 0.0
     """Keep tokens with at least this share of the most likely token's probability, in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens seen in prompt or output are divided, negative ones multiplied by it, > 0."""
+    """Divides positive, multiplies negative logits of tokens seen in prompt or output, > 0."""
     presence_penalty: float = 0.0
     """Subtracted from logits of tokens seen in the output."""
     frequency_penalty: float = 0.0
@@ -76,7 +76,9 @@ class Sampling:
         _check(finite(m) and 0 <= m <= 1, "min_p", "in [0, 1]", m)
         _check(finite(r) and r > 0, "repetition_penalty", "finite and > 0", r)
         _check(finite(self.presence_penalty), "presence_penalty", "finite", self.presence_penalty)
-        _check(finite(self.frequency_penalty), "frequency_penalty", "finite", self.frequency_penalty)
+        _check(
+            finite(self.frequency_penalty), "frequency_penalty", "finite", self.frequency_penalty
+        )
         _check(0 <= self.seed <= MAX_SEED, "seed", "in [0, 2**64)", self.seed)
         ids = [token for token, _ in self.logit_bias]
         _check(all(token >= 0 for token in ids), "logit_bias", "ids >= 0", ids)
@@ -97,7 +99,11 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether a History must be given: some penalty is on."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def filters(self) -> bool:
@@ -112,9 +118,10 @@ class Sampling:
 
 
 class History:
-    """Which tokens prompt and output contain, and how often the output does. A stack: pop undoes the last append.
+    """Which tokens prompt and output contain, and how often the output does. A stack.
 
-    Kept as a table of distinct tokens, so that a row pays for the tokens seen and not for the vocabulary.
+    Kept as a table of distinct tokens, so that a row pays for the tokens seen and not for the
+    vocabulary.
     """
 
     def __init__(self, vocab_size: int, prompt_ids: Iterable[int]) -> None:
@@ -164,5 +171,8 @@ class History:
         return token
 
     def table(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Distinct tokens seen and their counts in the output (0: prompt only). Views, valid until the next change."""
+        """Distinct tokens seen and their counts in the output, 0 if only the prompt has them.
+
+        Views, valid until the next change.
+        """
         return self._ids[: self._size], self._counts[: self._size]

@@ -27,7 +27,8 @@ class RowStats:
     """What one pass over the logits leaves behind."""
 
     group_max: torch.Tensor
-    """[rows, ceil(V / 64)] in the logits' dtype: largest logit of each group of tokens."""
+    """[rows, ceil(V / 64), up to a multiple of 16] in the logits' dtype: largest logit of each group of
+    tokens, -inf past the last one."""
     span_max: torch.Tensor
     """[rows, spans] fp32: largest logit of each span."""
     span_sum: torch.Tensor
@@ -79,7 +80,7 @@ def _statistics_kernel(
             tl.store(
                 Group_ptr + row * group_stride + here,
                 group_max.to(Group_ptr.dtype.element_ty),
-                mask=here * 64 < n_cols,
+                mask=here < group_stride,
             )
             m_next = tl.maximum(m, group_max)
             safe = tl.where(m_next == float("-inf"), 0.0, m_next)
@@ -104,9 +105,9 @@ def statistics(logits: torch.Tensor, params: RowParams) -> RowStats:
     expect(n_cols > 0, "logits", "at least one column", n_cols)
     expect(logits.stride(1) == 1, "logits stride of columns", 1, logits.stride(1))
     groups, spans = -(-n_cols // GROUP), -(-n_cols // SPAN)
-    # Rows of group maxima start on 16 bytes so that they can be read as vectors.
+    # Whole vectors of 16 bytes: later kernels read all of a row's group maxima.
     padded = -(-groups // 16) * 16
-    group_max = torch.empty(rows, padded, dtype=logits.dtype, device=logits.device)[:, :groups]
+    group_max = torch.empty(rows, padded, dtype=logits.dtype, device=logits.device)
     span_max = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
     span_sum = torch.empty_like(span_max)
     if rows:

@@ -24,8 +24,8 @@ class TreeError(ValueError):
 class TokenTree:
     """Nodes in an order in which parents come before children.
 
-    Two siblings may bear the same token: the one with the lower index is walked, the other is only wasted work, so a
-    careless drafter cannot change what is drawn.
+    Two siblings may bear the same token: the one with the lower index is walked, the other is only
+    wasted work, so a careless drafter cannot change what is drawn.
     """
 
     tokens: tuple[int, ...] = ()

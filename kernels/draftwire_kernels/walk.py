@@ -1,10 +1,11 @@
-"""Rule `follow`: at each node the target draws its own token, and the walk goes on to the child that bears it.
+"""Rule `follow`: the target draws its own token at each node and walks to the child that bears it.
 
-Knows rows of logits, a tree and how tokens are drawn; evaluates only the rows on the walked path. Knows neither
-sessions nor stops: the caller cuts the tokens.
+Knows rows of logits, a tree and how tokens are drawn; evaluates only the rows on the walked path.
+Knows neither sessions nor stops: the caller cuts the tokens.
 
-accepted: a drafted token the target drew too. recovered: the token drawn at the first node without a matching child.
-bonus: the token drawn below a leaf. committed: the accepted tokens and then the recovered or bonus token.
+accepted: a drafted token the target drew too. recovered: the token drawn at the first node without
+a matching child. bonus: the token drawn below a leaf. committed: the accepted tokens and then the
+recovered or bonus token.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Verdict:
     logprobs: tuple[float, ...] | None = None
     """Log target_probs of each committed token, if asked for."""
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each committed token the most likely (id, logprob), most likely first, lower id first, if asked for."""
+    """For each committed token the most likely (id, logprob), in order, if asked for."""
 
 
 def target_logprobs(
@@ -72,20 +73,24 @@ def target_logprobs(
 ) -> torch.Tensor:
     """Log target_probs of a row, fp32 [V] on the row's device, -inf = excluded.
 
-    Greedy sampling: those of temperature 1 after bias, penalties and masks, without filters. Arguments and errors as
-    for `target_scores`.
+    Greedy sampling: those of temperature 1 after bias, penalties and masks, without filters.
+    Arguments and errors as for `target_scores`.
     """
     scores = target_scores(logits, sampling, position=position, history=history, allowed=allowed)
     return torch.from_numpy(normalise(scores)).to(logits.device)
 
 
 def draw(scores: torch.Tensor | Floats, sampling: Sampling, position: int) -> int:
-    """Token of a row at an absolute position: greedy argmax, else argmax(scores + gumbel); lowest id among equals.
+    """Token of a row: greedy argmax, else argmax(scores + gumbel); the lowest id among equals.
 
-    scores fp32 [V]: of `target_scores`, then the token is exactly follow's; or log-probabilities, then it differs only
-    where two tokens are equal to the last bits. Raises NonFiniteRow.
+    scores fp32 [V]: of `target_scores`, then the token is exactly follow's; or log-probabilities,
+    then it differs only where two tokens are equal to the last bits. Raises NonFiniteRow.
     """
-    row = scores.detach().float().cpu().contiguous().numpy() if isinstance(scores, torch.Tensor) else scores
+    row = (
+        scores.detach().float().cpu().contiguous().numpy()
+        if isinstance(scores, torch.Tensor)
+        else scores
+    )
     if sampling.greedy:
         return argmax(row)
     return perturbed_argmax(row, sampling.seed, position, noise.TARGET)
@@ -102,11 +107,12 @@ def follow(
     want_logprobs: bool = False,
     top_logprobs: int = 0,
 ) -> Verdict:
-    """Walk a tree. Exact whatever the tree holds: the tokens are those that an empty tree gives, one round a token.
+    """Walk a tree. Whatever it holds, the tokens are those of empty trees, one round a token.
 
-    logits [n + 1, V] bf16, fp16 or fp32: row 0 is the anchor's, row i + 1 node i's. position: of the first token drawn
-    (base position + 1). history and grammar move along the path and are left as they were. Raises NonFiniteRow naming
-    a row on the walked path, ValueError for a wrong number of rows.
+    logits [n + 1, V] bf16, fp16 or fp32: row 0 is the anchor's, row i + 1 node i's. position: of
+    the first token drawn (base position + 1). history and grammar move along the path and are left
+    as they were. Raises NonFiniteRow naming a row on the walked path, ValueError for a wrong number
+    of rows.
     """
     if logits.ndim != 2 or logits.shape[0] != len(tree) + 1:
         raise ValueError(f"logits must be [{len(tree) + 1}, vocabulary], got {list(logits.shape)}")
@@ -154,7 +160,7 @@ def follow(
 
 
 def most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely (id, logprob), lower id first among equals; fewer if fewer are not excluded."""
+    """The `count` most likely (id, logprob), lower id first among equals, no excluded ones."""
     if count <= 0:
         return ()
     count = min(count, logprobs.size)

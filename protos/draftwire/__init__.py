@@ -1,0 +1,1 @@
+"""The contract of Draftwire and what both of its ends must share."""

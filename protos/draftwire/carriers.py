@@ -221,8 +221,8 @@ class SharedMemoryRing:
 
     def read(self, slot: types_pb2.RingSlot, length: int) -> memoryview:
         """A copy of a write. Raises InvalidArgument for a forged or overwritten slot."""
-        data = memoryview(bytearray(HEADER_BYTES + length))
         start, got = self.slots.locate(slot, length), 0
+        data = memoryview(bytearray(HEADER_BYTES + length))
         while got < len(data):  # a signal or the 2 GiB limit of one call may cut a read short
             more = os.preadv(self._descriptor, [data[got:]], start + got)
             if more == 0:

@@ -83,7 +83,7 @@ def server_options(wire: WireConfig) -> Options:
     return [
         *_common_options(wire.max_message_bytes, wire.keepalive_s),
         ("grpc.so_reuseport", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(MIN_KEEPALIVE_S * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_S * 500)),
         ("grpc.http2.max_ping_strikes", 2),
     ]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from draftwire.addresses import is_local, unix_path
+from draftwire.addresses import is_local, split_host_port, unix_path
+from draftwire.errors import InvalidArgument
 from draftwire.settings import (
     PREFIX,
     ConfigError,
@@ -72,6 +73,11 @@ class WireConfig:
 
     def check(self) -> None:
         """What no single setting shows. Raises ConfigError."""
+        try:
+            if not unix_path(self.listen):
+                split_host_port(self.listen)
+        except InvalidArgument as error:
+            raise ConfigError("--listen", self.listen, "host:port or unix:PATH") from error
         local = is_local(self.listen)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-key", self.tls_key or "", "given together with --tls-cert")

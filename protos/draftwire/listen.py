@@ -34,7 +34,7 @@ def bind(server: grpc.aio.Server, wire: WireConfig) -> str:
             number = server.add_secure_port(wire.listen, credentials)
     except RuntimeError as error:
         raise ConfigError(
-            "--listen", wire.listen, "an address that is free and of this host"
+            "--listen", wire.listen, "an address of this host that is not in use"
         ) from error
     finally:
         if before is not None:

@@ -33,8 +33,9 @@ PROGRESS_INTERVAL_S = 0.25
 class Service(Protocol):
     """What `serve` needs. Handlers raise DraftwireError; those that stream are async generators."""
 
-    service_names: Sequence[str]
-    """Full names, "draftwire.v1.Verifier"."""
+    @property
+    def service_names(self) -> Sequence[str]:
+        """Full names, "draftwire.v1.Verifier"."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer."""

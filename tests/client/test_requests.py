@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 import pytest
-from draftwire.v1 import types_pb2, verifier_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwire.v1 import types_pb2, verifier_pb2
 from draftwire_client import ChatMessage, InvalidArgument, RequestOptions, SpeculationMode
 from draftwire_client.requests import chat_request, generate_request
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from draftwire import errors, runtime
 from draftwire.config import WireConfig
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
@@ -108,11 +109,11 @@ async def _serving(service: Any, wire: WireConfig | None = None, *, wait: bool =
         )
     )
     try:
-        await asyncio.wait({task, bound}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-        if wait:
-            await ready.wait()
+        for waited in (bound, asyncio.create_task(ready.wait())) if wait else (bound,):
+            await asyncio.wait({task, waited}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                waited.cancel()
+                await task
         yield Running(await bound, ready, stop, task)
     finally:
         stop.set()

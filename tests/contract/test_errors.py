@@ -7,10 +7,11 @@ import pickle
 
 import grpc
 import pytest
-from draftwire import channel, errors
-from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
+
+from draftwire import channel, errors
+from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 
 CLASSES = [
     errors.FailedPrecondition,

@@ -9,11 +9,9 @@ from typing import Any
 
 import click
 
-from draftwire_client.cli.chat import chat
+from draftwire_client.cli import chat, generate, status
 from draftwire_client.cli.failures import INTERRUPTED, failure
-from draftwire_client.cli.generate import generate
 from draftwire_client.cli.options import check_environment
-from draftwire_client.cli.status import health, info
 from draftwire_client.errors import DraftwireError
 
 __all__ = ["app", "main"]
@@ -52,7 +50,7 @@ def app() -> None:
     """
 
 
-for command in (generate, chat, health, info):
+for command in (generate.generate, chat.chat, status.health, status.info):
     app.add_command(command)
 
 

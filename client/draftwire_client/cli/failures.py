@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import IO, Any
 
 import click
-import grpc
 
-from draftwire_client.errors import UNREACHABLE, DraftwireError, describe, partial_of
+from draftwire_client.errors import UNREACHABLE, DraftwireError, describe
 
 NOT_SERVING = 4
 INTERRUPTED = 130
@@ -44,8 +43,5 @@ class NoConnection(Failure):
 
 def failure(error: DraftwireError) -> Failure:
     """The Failure of an error from a call."""
-    partial = partial_of(error)
-    begun = partial is not None and partial.settings is not None
-    unreachable = error.code is grpc.StatusCode.UNAVAILABLE and error.reason == UNREACHABLE
-    kind = NoConnection if unreachable and not begun else RequestFailed
+    kind = NoConnection if error.reason == UNREACHABLE else RequestFailed
     return kind(describe(error))

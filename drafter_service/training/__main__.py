@@ -1,0 +1,50 @@
+"""The command `draftwire-train`: picks the subcommand, loads its settings, runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from draftwire.config import ConfigError, load
+
+PROG = "draftwire-train"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; 0 if all went well, 2 for settings that cannot be used."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] not in COMMANDS:
+        text = "".join(f"  {name:10s} {help}\n" for name, (_, help) in COMMANDS.items())
+        asked = bool(words) and words[0] in ("-h", "--help")
+        (sys.stdout if asked else sys.stderr).write(
+            f"usage: {PROG} COMMAND [--help | settings]\n\n{text}"
+        )
+        return 0 if asked else 2
+    start, _ = COMMANDS[words[0]]
+    config_cls, run = start()
+    try:
+        config = load(config_cls, words[1:], os.environ, f"{PROG} {words[0]}")
+        run(config)
+    except ConfigError as error:
+        sys.stderr.write(f"{PROG} {words[0]}: {error}\n")
+        return 2
+    return 0
+
+
+Command = tuple[type[Any], Callable[[Any], object]]
+
+
+def _generate() -> Command:
+    from drafter_service.training import generate
+
+    return generate.GenerateConfig, lambda c: generate.generate(c, generate.say_to_stderr)
+
+
+COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
+    "generate": (_generate, "have the target answer prompts"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
