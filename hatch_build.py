@@ -30,8 +30,8 @@ def generate(output: Path = PROTOS) -> list[Path]:
         f"-I{well_known}",
         f"--python_out={output}",
         f"--grpc_python_out={output}",
-        f"--mypy_out={output}",
-        f"--mypy_grpc_out={output}",
+        f"--mypy_out=quiet:{output}",
+        f"--mypy_grpc_out=quiet:{output}",
         # By full path: the environment's scripts are not always on PATH.
         *(
             f"--plugin={plugin}={plugins / plugin}"

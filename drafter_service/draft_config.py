@@ -154,7 +154,9 @@ def parse(raw: Mapping[str, Any]) -> DraftConfig:
 def _refuse_unknown_kinds(raw: Mapping[str, Any]) -> None:
     """What would load and then draft nonsense is refused here."""
     names = raw.get("architectures") or ["DFlashDraftModel"]
-    if names != ["DFlashDraftModel"] and "dflash_config" not in raw:
+    # Third-party files of other names are DFlash too if they say what to read and what to mask.
+    has_fields = "dflash_config" in raw or {"mask_token_id", "target_layer_ids"} <= raw.keys()
+    if names != ["DFlashDraftModel"] and not has_fields:
         raise CheckpointError("architectures", names, "DFlashDraftModel")
     if "DFlash2DraftModel" in names:
         raise CheckpointError(

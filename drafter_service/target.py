@@ -1,6 +1,6 @@
 """The target's embedding and head, read from its files without loading the rest of it.
 
-Knows safetensors folders, hub ids and GGUF. Does not know the draft model.
+Knows safetensors folders and hub ids. Does not know the draft model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from drafter_service.draft_config import CheckpointError
-from draftwire.models import ModelSource, resolve
+from draftwire.models import ModelSource, resolve, unpacked
 
 _EMBEDDING = (
     "model.embed_tokens.weight",
@@ -36,9 +36,7 @@ def read_matrices(name: str) -> TargetMatrices:
     """Embedding and head of a target. Raises CheckpointError, or InvalidArgument for a name that
     leads nowhere.
     """
-    source = resolve(name)
-    if source.gguf_file is not None:
-        return _from_gguf(Path(source.location) / source.gguf_file)
+    source = unpacked(resolve(name))
     folder = Path(source.location) if source.is_local else _fetched(source.location)
     where = _index(folder)
     embedding = _tensor(folder, where, _EMBEDDING)
@@ -58,9 +56,7 @@ def read_config(name: str) -> Any:
     """The target's configuration, as transformers has it."""
     from transformers import AutoConfig
 
-    source = resolve(name)
-    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
-    return AutoConfig.from_pretrained(source.location, **options)
+    return AutoConfig.from_pretrained(unpacked(resolve(name)).location)
 
 
 def display_name(name: str) -> str:
@@ -103,17 +99,3 @@ def _tensor(folder: Path, where: dict[str, str], names: tuple[str, ...]) -> torc
                 tensor: torch.Tensor = opened.get_tensor(name)
                 return tensor
     return None
-
-
-def _from_gguf(path: Path) -> TargetMatrices:
-    from gguf import GGUFReader, dequantize
-
-    found: dict[str, torch.Tensor] = {}
-    for tensor in GGUFReader(str(path)).tensors:
-        if tensor.name in ("token_embd.weight", "output.weight"):
-            found[tensor.name] = torch.from_numpy(
-                dequantize(tensor.data, tensor.tensor_type).copy()
-            ).float()
-    if "token_embd.weight" not in found:
-        raise CheckpointError("target", path.name, "a GGUF file with token_embd.weight")
-    return TargetMatrices(found["token_embd.weight"], found.get("output.weight"))

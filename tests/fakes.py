@@ -1,7 +1,8 @@
-"""Small real parts for tests: a tiny target with random weights, a drafter service that proposes what a test tells it to, and the
-pair started in this process over real gRPC.
+"""Small real parts for tests: a tiny target with random weights, a drafter service that proposes
+what a test tells it to, and the pair started in this process over real gRPC.
 
-Nothing here stands in for gRPC or for the engine: the services are the shipped ones; only the weights are small.
+Nothing here stands in for gRPC or for the engine: the services are the shipped ones; only the
+weights are small.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class DraftSession:
 
 @dataclass
 class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
-    """A real Drafter service whose proposals come from `propose`. Checks the verifier's positions as it goes."""
+    """A real Drafter service whose proposals come from `propose`. Checks the verifier's positions
+    as it goes."""
 
     propose: Propose
     layers: tuple[int, ...] = (1, 2)
@@ -110,7 +112,7 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
 
     async def Draft(
         self, requests: AsyncIterator[drafter_pb2.DraftRequest], context: Any
-    ) -> AsyncIterator[drafter_pb2.DraftResponse]:  # noqa: N802
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
         mine: set[int] = set()
         self.lanes += 1
         try:
@@ -223,7 +225,8 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
 def random_trees(
     vocab_size: int, max_nodes: int, seed: int = 0, truth: Sequence[int] | None = None
 ) -> Propose:
-    """Random trees to `max_nodes` nodes; with `truth` (whole texts) about half of the nodes lie on the true path."""
+    """Random trees to `max_nodes` nodes; with `truth` (whole texts) about half of the nodes lie on
+    the true path."""
     rng = random.Random(seed)
 
     def propose(tokens: list[int], session: DraftSession) -> TokenTree:
@@ -250,7 +253,8 @@ def random_trees(
 
 
 def always_right(texts: Sequence[Sequence[int]]) -> Propose:
-    """A chain of what will really come, for sessions whose whole token list begins like one of `texts`."""
+    """A chain of what will really come, for sessions whose whole token list begins like one of
+    `texts`."""
 
     def propose(tokens: list[int], session: DraftSession) -> TokenTree | None:
         for text in texts:
@@ -390,6 +394,16 @@ async def generate(stub: Any, prompt: Sequence[int] | str, **fields: Any) -> Ans
             answer.finished = message.finished
     answer.trailers = dict(await call.trailing_metadata())
     return answer
+
+
+async def eventually(check: Callable[[], Any]) -> None:
+    """Return when `check` (a function, or a coroutine function) says yes: for states of other
+    processes and threads, which can only be polled. The test's time limit ends it otherwise."""
+    while True:
+        found = check()
+        if await found if asyncio.iscoroutine(found) else found:
+            return
+        await asyncio.sleep(0.02)
 
 
 OFF = {"mode": types_pb2.SPECULATION_MODE_OFF}

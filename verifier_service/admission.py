@@ -1,7 +1,8 @@
 """Turns a GenerateRequest into an admitted Request, or says exactly what is wrong with it.
 
-Knows: every field's limits and defaults, the chat template, the context. Pure: no engine, no gRPC context. Anything that is not exact
-with speculation, or not served, is refused by name: nothing is silently ignored.
+Knows: every field's limits and defaults, the chat template, the context. Pure: no engine, no gRPC
+context. Anything that is not exact with speculation, or not served, is refused by name: nothing is
+silently ignored.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _chat(chat: verifier_pb2.Chat, tokenizer: Any) -> list[int]:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **variables
         )
-    except Exception as error:  # noqa: BLE001  templates are programs and may raise anything
+    except Exception as error:
         raise InvalidArgument(
             "chat", type(error).__name__, f"messages that the chat template accepts ({error})"
         ) from error

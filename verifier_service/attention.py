@@ -1,10 +1,12 @@
 """Attention over paged KV, registered with transformers' attention interface.
 
-Knows: how to write this step's keys and values and how each query sums its keys. Does not know: models, sessions, sampling.
+Knows: how to write this step's keys and values and how each query sums its keys. Does not know:
+models, sessions, sampling.
 
-Invariant mode (the default): a query's scores, its softmax and its weighted sum are taken in logical order over blocks of BLOCK
-positions, in fp32, in matrix products whose shapes were shown at start-up to give the same bits for a row whatever stands beside it
-(`numerics`). The maximum is exact in any order; sums over blocks are added one after the other; masked keys add exact zeros.
+Invariant mode (the default): a query's scores, its softmax and its weighted sum are taken in
+logical order over blocks of BLOCK positions, in fp32, in matrix products whose shapes were shown at
+start-up to give the same bits for a row whatever stands beside it (`numerics`). The maximum is
+exact in any order; sums over blocks are added one after the other; masked keys add exact zeros.
 Fast mode: one call of scaled_dot_product_attention over the gathered keys.
 """
 
@@ -26,7 +28,8 @@ _MIN_OWN_ROWS = 4  # query heads per KV head are padded to this in the rows' own
 
 @dataclass(slots=True)
 class AttentionContext:
-    """What the registered function needs besides what transformers passes: travels as a keyword argument of the forward."""
+    """What the registered function needs besides what transformers passes: travels as a keyword
+    argument of the forward."""
 
     store: PagedStore
     packed: Packed
@@ -44,7 +47,8 @@ def paged_attention(
     draftwire: AttentionContext | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, N, d], key and value [1, H_kv, N, d] -> [1, N, H, d]."""
+    """transformers' attention interface: query [1, H, N, d], key and value [1, H_kv, N, d] -> [1,
+    N, H, d]."""
     if draftwire is None:
         raise RuntimeError(
             "draftwire_paged attention needs the keyword argument `draftwire` of the forward call"
@@ -71,7 +75,8 @@ def attend_invariant(
     group: AttentionGroup,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one group; query [N, H, d], keys and values [slots, H_kv, d] -> fp32 [real rows, H, d]."""
+    """Attention of one group; query [N, H, d], keys and values [slots, H_kv, d] -> fp32 [real rows,
+    H, d]."""
     count, rows = group.rows.shape
     heads, dim = query.shape[1:]
     kv_heads = keys.shape[1]
@@ -102,7 +107,8 @@ def attend_invariant(
 def _shared_scores(
     q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup
 ) -> torch.Tensor | None:
-    """Scores [S, H_kv, R, G, L] against the keys all rows of a session share; -inf where a row must not look."""
+    """Scores [S, H_kv, R, G, L] against the keys all rows of a session share; -inf where a row must
+    not look."""
     count, kv_heads, rows, per_kv, dim = q.shape
     length = group.shared_slots.shape[1]
     if length == 0:
@@ -124,7 +130,8 @@ def _shared_scores(
 
 def _own_scores(q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
     """Scores [S, H_kv, R, G, T] against each row's own keys, in logical order from tail_start."""
-    assert group.tail_slots is not None and group.tail_start is not None
+    assert group.tail_slots is not None
+    assert group.tail_start is not None
     count, kv_heads, rows, per_kv, dim = q.shape
     width = group.tail_slots.shape[2]
     k = (
@@ -182,7 +189,8 @@ def _own_sums(
 
 
 def _pad_heads(rows: torch.Tensor) -> torch.Tensor:
-    """Pad [B, G, n] to a multiple of _MIN_OWN_ROWS rows: products of fewer rows take another code path on some processors."""
+    """Pad [B, G, n] to a multiple of _MIN_OWN_ROWS rows: products of fewer rows take another code
+    path on some processors."""
     missing = -rows.shape[1] % _MIN_OWN_ROWS
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -218,7 +226,8 @@ def attend_fast(
 
 
 def register() -> None:
-    """Make `attn_implementation="draftwire_paged"` known to transformers; no mask is made for it."""
+    """Make `attn_implementation="draftwire_paged"` known to transformers; no mask is made for
+    it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,9 +1,11 @@
 """Pages of KV and features: who owns which slot, and what can be shared.
 
-Knows: pages with reference counts, the prefix cache (full pages found again by the hash of all tokens up to their end), and
-the tensors the pages lie in. Does not know: models, sessions, scheduling.
+Knows: pages with reference counts, the prefix cache (full pages found again by the hash of all
+tokens up to their end), and the tensors the pages lie in. Does not know: models, sessions,
+scheduling.
 
-A slot is one position's place: slot = page * page_size + offset. Page 0 is scratch: padding rows write there, nobody reads it.
+A slot is one position's place: slot = page * page_size + offset. Page 0 is scratch: padding rows
+write there, nobody reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ SCRATCH_PAGE = 0
 
 
 class PagePool:
-    """Hands out pages. `free_pages` counts pages that nobody holds, cached ones included: they are evicted when needed."""
+    """Hands out pages. `free_pages` counts pages that nobody holds, cached ones included: they are
+    evicted when needed."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -43,7 +46,8 @@ class PagePool:
         return -(-positions // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` fresh pages, evicting cached ones nobody holds. Raises ResourceExhausted and takes none if too few."""
+        """Take `count` fresh pages, evicting cached ones nobody holds. Raises ResourceExhausted and
+        takes none if too few."""
         if count > self.free_pages:
             raise ResourceExhausted("KV_PAGES", f"{count} KV pages needed, {self.free_pages} free")
         while len(self._free) < count:
@@ -66,7 +70,8 @@ class PagePool:
                     self._free.append(page)
 
     def find_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Take a reference to each cached page that holds a full-page prefix of `tokens`; the pages in order."""
+        """Take a reference to each cached page that holds a full-page prefix of `tokens`; the pages
+        in order."""
         pages: list[int] = []
         for digest in self._digests(tokens, len(tokens) // self.page_size):
             page = self._cached.get(digest)
@@ -79,7 +84,8 @@ class PagePool:
         return pages
 
     def keep_prefix(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make the full pages of `tokens` findable. Pages whose content is cached already stay private."""
+        """Make the full pages of `tokens` findable. Pages whose content is cached already stay
+        private."""
         for digest, page in zip(
             self._digests(tokens, len(tokens) // self.page_size), pages, strict=False
         ):
@@ -136,7 +142,8 @@ class CacheShape:
 
 
 class PagedStore:
-    """The tensors behind the pages: keys and values [slots, kv_heads, head_dim] per layer, features [slots, hidden] per layer."""
+    """The tensors behind the pages: keys and values [slots, kv_heads, head_dim] per layer, features
+    [slots, hidden] per layer."""
 
     def __init__(
         self, pool: PagePool, shape: CacheShape, dtype: torch.dtype, device: torch.device
@@ -144,7 +151,8 @@ class PagedStore:
         slots = pool.num_pages * pool.page_size
         self.shape, self.dtype, self.device, self.slots = shape, dtype, device, slots
         kv = (shape.num_layers, slots, shape.kv_heads, shape.head_dim)
-        # Zeros, not empty: masked positions are multiplied by zero probabilities, and 0 * NaN would leak.
+        # Zeros, not empty: masked positions are multiplied by zero probabilities, and 0 * NaN would
+        # leak.
         self.keys = torch.zeros(kv, dtype=dtype, device=device)
         self.values = torch.zeros(kv, dtype=dtype, device=device)
         self.features: dict[int, torch.Tensor] = {}
@@ -163,11 +171,13 @@ class PagedStore:
         self.values[layer].index_copy_(0, slots, value)
 
     def read_features(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
-        """Features [rows, layers * hidden] of the positions at `slots`, layers side by side in the order given."""
+        """Features [rows, layers * hidden] of the positions at `slots`, layers side by side in the
+        order given."""
         return torch.cat([self.features[layer].index_select(0, slots) for layer in layers], dim=-1)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy KV and features of slots `source` to slots `target` (int64 [rows]); overlap is safe, the copy is taken first."""
+        """Copy KV and features of slots `source` to slots `target` (int64 [rows]); overlap is safe,
+        the copy is taken first."""
         self.keys.index_copy_(1, target, self.keys.index_select(1, source))
         self.values.index_copy_(1, target, self.values.index_select(1, source))
         for rows in self.features.values():

@@ -33,7 +33,7 @@ class VerifierConfig(WireConfig):
     threads: int = setting(0, help="torch threads; 0: all cores", minimum=0, maximum=1024)
     numerics: Literal["invariant", "fast"] = setting(
         "invariant",
-        help="invariant: the same tokens whatever the batch and the drafter; fast: bits may depend on the batch",
+        help="invariant: the same tokens whatever the batch and the drafter; fast: they may differ",
     )
     drafters: tuple[str, ...] = setting(
         (), help="addresses of drafters: host:port, unix:PATH or dns:///host:port; none: plain"
@@ -75,7 +75,7 @@ class VerifierConfig(WireConfig):
     max_step_rows: int = setting(1024, help="rows of a target step", minimum=4, maximum=65536)
     prefill_rows: int = setting(256, help="prompt rows of a target step", minimum=1, maximum=65536)
     page_size: int = setting(16, help="positions of a KV page", minimum=1, maximum=1024)
-    kv_tokens: int = setting(65536, help="positions the KV cache holds", minimum=256)
+    kv_tokens: int = setting(16384, help="positions the KV cache holds", minimum=256)
     stall_s: float = setting(
         30.0, help="no step for this long with work to do: health says NOT_SERVING", minimum=0.1
     )

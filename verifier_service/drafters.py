@@ -1,7 +1,8 @@
 """The drafters from the network's side: finding them, shaking hands, carrying the lanes.
 
-Knows: addresses, channels, the handshake, one reader and one writer per stream, reconnecting. Lives on the event loop; tells the engine
-of lanes and responses by posting to it. Does not know: sessions or tokens.
+Knows: addresses, channels, the handshake, one reader and one writer per stream, reconnecting. Lives
+on the event loop; tells the engine of lanes and responses by posting to it. Does not know: sessions
+or tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.channel import ChannelConfig, open_channel
 from draftwire.codec import Assembler, chunks
-from draftwire.errors import DraftwireError, FailedPrecondition, from_rpc_error
-from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, types_pb2, verifier_pb2
+from draftwire.errors import DraftwireError, FailedPrecondition, Unavailable, from_rpc_error
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.engine import Engine
-from verifier_service.lanes import LaneFacts
-from verifier_service.port import Port
+from verifier_service.lane import LaneFacts
+from verifier_service.port import Call, Port
 from verifier_service.settle import Fusion, settle
 
 SERVICE = "draftwire.v1.Drafter"
@@ -72,7 +73,8 @@ class DrafterPool:
         self._settled = asyncio.Event()
 
     async def start(self, wait: float) -> None:
-        """Begin to look for drafters; returns when the first round of attempts is over, or after `wait` seconds."""
+        """Begin to look for drafters; returns when the first round of attempts is over, or after
+        `wait` seconds."""
         if self._targets:
             self._watch = asyncio.create_task(self._follow_names())
             with contextlib.suppress(TimeoutError):
@@ -87,7 +89,8 @@ class DrafterPool:
         self._tasks.clear()
 
     async def _follow_names(self) -> None:
-        """Keep one task per address; DNS names are looked up again and again, so that new drafters are found."""
+        """Keep one task per address; DNS names are looked up again and again, so that new drafters
+        are found."""
         while True:
             found: set[str] = set()
             for target in self._targets:
@@ -176,9 +179,17 @@ class DrafterPool:
             if port is not None:
                 port.close()
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall, port: Port, status: DrafterStatus
-    ) -> None:
+    async def _read(self, call: Call, port: Port, status: DrafterStatus) -> None:
+        try:
+            await self._hear(call, port, status)
+        except asyncio.CancelledError:
+            # A cancelled call ends its pending read like a cancelled task does; only the lane is
+            # meant to end here.
+            if port.abandoned:
+                raise Unavailable("LANE_ABANDONED", port.abandoned) from None
+            raise
+
+    async def _hear(self, call: Call, port: Port, status: DrafterStatus) -> None:
         engine, lane_id = self._engine, port.lane_id
         async for message in _messages(call):
             kind = message.WhichOneof("message")
@@ -187,10 +198,8 @@ class DrafterPool:
             elif kind == "draining":
                 status.state = State.LANE_STATE_DRAINING
                 engine.post(lambda: engine.lanes.lane_draining(lane_id))
-            if port.abandoned:
-                raise FailedPrecondition("LANE_ABANDONED", port.abandoned)
 
-    async def _shake_hands(self, call: grpc.aio.StreamStreamCall, status: DrafterStatus) -> Port:
+    async def _shake_hands(self, call: Call, status: DrafterStatus) -> Port:
         """Hello, HelloReply, weights both ways, Ready."""
         hello = self._hello()
         port = Port(next(self._lane_ids), asyncio.get_running_loop())
@@ -225,21 +234,19 @@ class DrafterPool:
             self._settled.set()
 
 
-async def _messages(call: grpc.aio.StreamStreamCall) -> AsyncIterator[drafter_pb2.DraftResponse]:
-    while (message := await call.read()) is not grpc.aio.EOF:
+async def _messages(call: Call) -> AsyncIterator[drafter_pb2.DraftResponse]:
+    while isinstance(message := await call.read(), drafter_pb2.DraftResponse):
         yield message
     await _raise_status(call)
 
 
-async def _read_one(call: grpc.aio.StreamStreamCall) -> drafter_pb2.DraftResponse:
-    message = await call.read()
-    if message is grpc.aio.EOF:
-        await _raise_status(call)
-        raise FailedPrecondition("BAD_HANDSHAKE", "the drafter ended the lane during the handshake")
-    return message  # type: ignore[no-any-return]
+async def _read_one(call: Call) -> drafter_pb2.DraftResponse:
+    async for message in _messages(call):
+        return message
+    raise FailedPrecondition("BAD_HANDSHAKE", "the drafter ended the lane during the handshake")
 
 
-async def _raise_status(call: grpc.aio.StreamStreamCall) -> None:
+async def _raise_status(call: Call) -> None:
     """read() says EOF for every kind of end; the status tells a clean one from the others."""
     code = await call.code()
     if code is not grpc.StatusCode.OK:

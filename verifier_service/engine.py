@@ -1,6 +1,7 @@
 """The loop: every running session, one packed target step at a time.
 
-Knows: the order of a step. Pure but for its thread: hears of requests, cancellations and drafters through `post`, speaks through
+Knows: the order of a step. Pure but for its thread: hears of requests, cancellations and drafters
+through `post`, speaks through
 `emit`, and takes time from the clock it is given. Does not know gRPC.
 """
 
@@ -20,25 +21,16 @@ from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
 from draftwire_kernels.tree import TokenTree
 from draftwire_kernels.walk import NonFiniteRow, Verdict, follow
 from verifier_service.cache import PagedStore, PagePool
-from verifier_service.lanes import LanePort, Lanes
+from verifier_service.lane import LanePort
+from verifier_service.lanes import Lanes
 from verifier_service.model import StepOutput, TargetHost
+from verifier_service.reports import Emitted, finished_message, token_logprobs
 from verifier_service.scheduler import Budgets, Scheduler, Work
 from verifier_service.session import Delta, Ending, FinishReason, Request, Session, Statistics
 from verifier_service.text import Decoder
 
 EndReason = drafter_pb2.EndReason
 _NO_TREE = TokenTree()
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """What a step gives one client: new tokens, then perhaps the end or an error."""
-
-    session_id: int
-    delta: Delta | None = None
-    logprobs: Sequence[verifier_pb2.TokenLogprob] = ()
-    finished: verifier_pb2.Finished | None = None
-    error: DraftwireError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ class Engine:
         self._busy = False
         self._log = structlog.get_logger("verifier.engine")
 
-    # -- from other threads ----------------------------------------------------------------------------------------
+    # -- from other threads
 
     def post(self, action: Callable[[], None]) -> None:
         """Have `action` run on the engine's thread before the next step."""
@@ -120,7 +112,7 @@ class Engine:
         """False while there is work and no step was made for the stall time."""
         return not self._busy or self._clock() - self._last_step < self.limits.stall
 
-    # -- actions posted --------------------------------------------------------------------------------------------
+    # -- actions posted
 
     def submit(self, session_id: int, request: Request) -> None:
         """Queue a request; a full queue is told to the client."""
@@ -148,10 +140,11 @@ class Engine:
         if self.lanes.lane_up(port):
             self.pool.forget_cached()
 
-    # -- the loop --------------------------------------------------------------------------------------------------
+    # -- the loop
 
     def run(self) -> None:
-        """Step until stopped. Sleeps while there is nothing to do or a proposal is worth waiting for."""
+        """Step until stopped. Sleeps while there is nothing to do or a proposal is worth waiting
+        for."""
         while True:
             with self._wake:
                 if self._stopping:
@@ -209,7 +202,7 @@ class Engine:
             )
         self.steps += 1
 
-    # -- parts of a step -------------------------------------------------------------------------------------------
+    # -- parts of a step
 
     def _begin(self, work: Sequence[Work]) -> None:
         now = self._clock()
@@ -257,7 +250,8 @@ class Engine:
     def _commit(
         self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]
     ) -> bool:
-        """Take the verdict's tokens. Returns whether the session goes on; if so its pages hold exactly what is committed."""
+        """Take the verdict's tokens. Returns whether the session goes on; if so its pages hold
+        exactly what is committed."""
         session, now = item.session, self._clock()
         first_round = session.made == 0
         anchor = item.feed.base + _committed_rows(item) - 1
@@ -269,7 +263,7 @@ class Engine:
         session.first_token_at = session.first_token_at or now
         session.last_token_at = now
         self.tokens += len(delta.tokens)
-        logprobs = _logprobs(verdict, len(delta.tokens)) if session.request.logprobs else ()
+        logprobs = token_logprobs(verdict, len(delta.tokens)) if session.request.logprobs else ()
         if session.ending is not None:
             self._finish(session, delta, logprobs)
             return False
@@ -293,24 +287,13 @@ class Engine:
             )
             self.store.move(source, target)
 
-    # -- endings ---------------------------------------------------------------------------------------------------
+    # -- endings
 
     def _finish(
         self, session: Session, delta: Delta, logprobs: Sequence[verifier_pb2.TokenLogprob]
     ) -> None:
-        assert session.ending is not None
         self._retire(session, EndReason.END_REASON_FINISHED)
-        finished = verifier_pb2.Finished(
-            reason=session.ending.reason,  # type: ignore[arg-type]
-            matched_stop=session.ending.matched,
-            usage=types_pb2.Usage(
-                prompt_tokens=session.prompt_length,
-                completion_tokens=session.made,
-                cached_tokens=session.cached_tokens,
-            ),
-            acceptance=session.stats.to_proto(),
-            timing=_timing(session),
-        )
+        finished = finished_message(session)
         self._out.append(Emitted(session.session_id, delta, logprobs, finished))
 
     def _fail(self, session: Session, error: DraftwireError) -> None:
@@ -332,7 +315,8 @@ class Engine:
                 self._finish(session, Delta(session.text.finish(), ()), ())
 
     def _fail_step(self, error: Exception) -> None:
-        """A step broke: nobody knows what is in the pages of those who were in it, so they fail; the rest go on."""
+        """A step broke: nobody knows what is in the pages of those who were in it, so they fail;
+        the rest go on."""
         self._log.exception("step failed", error=repr(error))
         for session in list(self.scheduler.running):
             self._fail(
@@ -370,7 +354,8 @@ class Engine:
 
 
 def _committed_rows(item: Work) -> int:
-    """Rows of the feed that were committed before the round: the anchor, or the piece of the prompt."""
+    """Rows of the feed that were committed before the round: the anchor, or the piece of the
+    prompt."""
     return 1 if item.proposal is not None else len(item.feed.tokens)
 
 
@@ -378,29 +363,3 @@ def _plain_reason(session: Session) -> int:
     if not session.request.speculation.enabled:
         return types_pb2.BLOCK_SIZE_REASON_OFF
     return types_pb2.BLOCK_SIZE_REASON_NO_DRAFTER
-
-
-def _logprobs(verdict: Verdict, count: int) -> list[verifier_pb2.TokenLogprob]:
-    tops = verdict.top or ((),) * len(verdict.tokens)
-    assert verdict.logprobs is not None
-    return [
-        verifier_pb2.TokenLogprob(
-            token_id=token,
-            logprob=logprob,
-            top=[verifier_pb2.TopLogprob(token_id=other, logprob=value) for other, value in top],
-        )
-        for token, logprob, top in list(zip(verdict.tokens, verdict.logprobs, tops, strict=True))[
-            :count
-        ]
-    ]
-
-
-def _timing(session: Session) -> verifier_pb2.Timing:
-    timing = verifier_pb2.Timing()
-    started = session.started_at if session.started_at is not None else session.request.arrival
-    timing.queued.FromNanoseconds(int(1e9 * max(0.0, started - session.request.arrival)))
-    if session.first_token_at is not None and session.last_token_at is not None:
-        timing.prefill.FromNanoseconds(int(1e9 * (session.first_token_at - started)))
-        timing.decode.FromNanoseconds(int(1e9 * (session.last_token_at - session.first_token_at)))
-    timing.draft_wait.FromNanoseconds(int(1e9 * session.draft_wait))
-    return timing

@@ -45,7 +45,8 @@ def model_identity(
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The ids that end an answer: of the generation configuration, the model's and the tokenizer's."""
+    """The ids that end an answer: of the generation configuration, the model's and the
+    tokenizer's."""
     found: set[int] = set()
     for owner in (
         getattr(model, "generation_config", None),

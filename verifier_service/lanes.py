@@ -1,102 +1,34 @@
-"""The drafters from the engine's side: which session is on which lane, what has been told, what is awaited.
+"""The drafters from the engine's side: which session is on which lane, what has been told, what is
+awaited.
 
-Knows: the messages of a step, epochs and bases, credits, how long a proposal is worth waiting for. Pure: hears of lanes and responses
-through method calls with the time as an argument, and talks through `LanePort`. Does not know: sockets, the model, sampling.
+Knows: the messages of a step, epochs and bases, credits, how long a proposal is worth waiting for.
+Pure: hears of lanes and responses through method calls with the time as an argument, and talks
+through `LanePort`. Does not know: sockets, the model, sampling.
 
-The verifier is the only truth: a proposal counts only if session, epoch and base are the present ones; everything else is
-dropped and counted. A lane that misses its budget is not waited for again until it has caught up.
+The verifier is the only truth: a proposal counts only if session, epoch and base are the present
+ones; everything else is dropped and counted. A lane that misses its budget is not waited for again
+until it has caught up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from draftwire.v1 import drafter_pb2, types_pb2
-from draftwire_kernels.sampling import Sampling
+from draftwire.v1 import drafter_pb2
 from draftwire_kernels.tree import TokenTree, TreeError
 from verifier_service.cache import PagedStore
+from verifier_service.lane import Lane, LanePort, Link
+from verifier_service.messages import sampling_to_proto, session_key, speculation_to_proto
 from verifier_service.outbox import Outbox
-from verifier_service.session import Proposal, Session, Speculation
+from verifier_service.session import Proposal, Session
 
 Fault = drafter_pb2.FaultKind
 _SMOOTHING = 0.2
 _SLACK = 0.005  # seconds added to a lane's usual round trip before it counts as late
 _LONGEST_PAUSE = 64  # rounds
-
-
-@dataclass(frozen=True, slots=True)
-class LaneFacts:
-    """What the handshake settled."""
-
-    target: str
-    name: str
-    weights_sha256: str
-    trained: bool
-    feature_layers: tuple[int, ...]
-    block_size: int
-    max_block_size: int
-    max_context: int
-    credits: int
-    wants_last_logits: bool
-    max_message_bytes: int
-
-
-class LanePort(Protocol):
-    """The lane's transport, as the engine may use it from its own thread."""
-
-    lane_id: int
-    facts: LaneFacts
-
-    def encode(self, rows: torch.Tensor) -> types_pb2.Tensor:
-        """Feature rows as the drafter wants them: fused or raw, in its dtype, by the carrier agreed on."""
-
-    def encode_plain(self, tensor: torch.Tensor) -> types_pb2.Tensor:
-        """A tensor as it is."""
-
-    def send(self, request: drafter_pb2.StepRequest) -> None:
-        """Queue a message; never blocks."""
-
-    def acknowledge(self, sequence: int) -> None:
-        """All messages up to `sequence` have been taken in."""
-
-    def abandon(self, why: str) -> None:
-        """Drop the stream; the pool connects again."""
-
-
-@dataclass(slots=True)
-class Link:
-    """A session's place on a lane."""
-
-    session: Session
-    epoch: int
-    asked: int = 0  # sequence of the StepRequest that asked for the proposal awaited; 0: none is
-    asked_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Lane:
-    """One drafter, as the engine sees it."""
-
-    port: LanePort
-    outbox: Outbox
-    links: dict[int, Link] = field(default_factory=dict)
-    acked: int = 0
-    responses: int = 0
-    oldest_unacked_at: float | None = None
-    behind: bool = False
-    misses: int = 0
-    pause: int = 0  # rounds not to wait for, after repeated misses
-    round_trip: float | None = None
-    model_time: float = 0.0
-    draining: bool = False
-
-    @property
-    def has_credit(self) -> bool:
-        return self.outbox.sequence - self.acked < self.port.facts.credits
 
 
 @dataclass(slots=True)
@@ -139,10 +71,11 @@ class Lanes:
             int, tuple[int, int]
         ] = {}  # session -> (times, rounds left to stay plain)
 
-    # -- hearing ---------------------------------------------------------------------------------------------------
+    # -- hearing
 
     def lane_up(self, port: LanePort) -> bool:
-        """A drafter is ready. Returns whether feature layers were added, so that cached pages lack them."""
+        """A drafter is ready. Returns whether feature layers were added, so that cached pages lack
+        them."""
         new = [layer for layer in port.facts.feature_layers if layer not in self._store.features]
         for layer in new:
             self._store.add_feature_layer(layer)
@@ -151,7 +84,8 @@ class Lanes:
         return bool(new)
 
     def lane_down(self, lane_id: int) -> None:
-        """A drafter is gone: its sessions decode plainly until they are opened elsewhere, at the end of the next round."""
+        """A drafter is gone: its sessions decode plainly until they are opened elsewhere, at the
+        end of the next round."""
         lane = self.lanes.pop(lane_id, None)
         for session_id in list(lane.links) if lane else ():
             self._unlink(session_id)
@@ -169,6 +103,7 @@ class Lanes:
         lane.responses += 1
         lane.acked = max(lane.acked, min(message.ack_sequence, lane.outbox.sequence))
         lane.port.acknowledge(lane.acked)
+        self._measure(lane, now)
         lane.outbox.responses_seen = message.sequence
         lane.oldest_unacked_at = None if lane.acked == lane.outbox.sequence else now
         lane.model_time = message.model_time.ToTimedelta().total_seconds()
@@ -179,8 +114,20 @@ class Lanes:
         for link in lane.links.values():
             if link.asked and link.asked <= lane.acked:
                 link.asked = 0  # answered, with or without a proposal
-        if lane.acked == lane.outbox.sequence:
+        # A step may have begun, and told the lane more, while this answer was on its way: one
+        # message behind is up to date.
+        if lane.acked >= lane.outbox.sequence - 1:
             lane.behind = False
+
+    def _measure(self, lane: Lane, now: float) -> None:
+        """Round trips of late answers count too, else a lane that became slow would be waited for
+        in vain for ever."""
+        while lane.sent_at and lane.sent_at[0][0] <= lane.acked:
+            sequence, sent = lane.sent_at.popleft()
+            if sequence == lane.acked:
+                taken = now - sent
+                known = lane.round_trip
+                lane.round_trip = taken if known is None else known + _SMOOTHING * (taken - known)
 
     def _take_proposal(self, lane: Lane, message: drafter_pb2.Proposal, now: float) -> None:
         link = lane.links.get(message.key.session_id)
@@ -217,7 +164,7 @@ class Lanes:
         )
         parts = tuple(message.tree.parts) if len(message.tree.parts) == count else ()
         proposal = Proposal(session.base, tree, parts, message.block_size, message.reason)
-        return _pruned(proposal, session.drafts_allowed(self._max_context))
+        return proposal.pruned(session.drafts_allowed(self._max_context))
 
     def _take_fault(self, lane: Lane, fault: drafter_pb2.SessionFault) -> None:
         self.counters.faults[fault.kind] = self.counters.faults.get(fault.kind, 0) + 1
@@ -233,10 +180,11 @@ class Lanes:
         self._setbacks[fault.key.session_id] = (times, rounds)
         self._unlink(fault.key.session_id)
 
-    # -- waiting ---------------------------------------------------------------------------------------------------
+    # -- waiting
 
     def wait_until(self, running: Iterable[Session]) -> float | None:
-        """Time up to which proposals are worth waiting for; None if none of the running sessions awaits one."""
+        """Time up to which proposals are worth waiting for; None if none of the running sessions
+        awaits one."""
         until: float | None = None
         for session in running:
             lane = self._lane_of.get(session.session_id)
@@ -248,13 +196,15 @@ class Lanes:
         return until
 
     def _budget(self, lane: Lane) -> float:
-        """Seconds a lane gets: some multiple of what it usually takes, up to the configured longest wait."""
+        """Seconds a lane gets: some multiple of what it usually takes, up to the configured longest
+        wait."""
         if lane.round_trip is None:
             return self._longest_wait
         return min(self._longest_wait, 3 * lane.round_trip + _SLACK)
 
     def give_up_waiting(self, running: Iterable[Session]) -> None:
-        """The wait is over: lanes that did not answer are behind; waited for again once they caught up, less often each time."""
+        """The wait is over: lanes that did not answer are behind; waited for again once they caught
+        up, less often each time."""
         late = set()
         for session in running:
             lane = self._lane_of.get(session.session_id)
@@ -268,10 +218,11 @@ class Lanes:
                 lane.pause = 2 ** min(lane.misses - 1, 6) - 1
             lane.behind = True
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- telling
 
     def tell(self, session: Session, previous_base: int, accepted: int, had_proposal: bool) -> None:
-        """A round of `session` is committed and it goes on: report the outcome, or open the session on a lane."""
+        """A round of `session` is committed and it goes on: report the outcome, or open the session
+        on a lane."""
         session.proposal = None
         if not session.request.speculation.enabled:
             return
@@ -287,7 +238,7 @@ class Lanes:
         budget = self._round_budget(session, lane)
         lane.outbox.outcome(
             drafter_pb2.Outcome(
-                key=_key(session, link.epoch),
+                key=session_key(session, link.epoch),
                 previous_base=previous_base,
                 token_ids=session.tokens[previous_base + 1 :],
                 features=lane.port.encode(rows),
@@ -321,7 +272,7 @@ class Lanes:
         wants_logits = lane.port.facts.wants_last_logits and session.last_logits is not None
         lane.outbox.open(
             drafter_pb2.OpenSession(
-                key=_key(session, epoch),
+                key=session_key(session, epoch),
                 token_ids=session.tokens,
                 prompt_tokens=session.prompt_length,
                 sampling=sampling_to_proto(session.request.sampling),
@@ -332,7 +283,7 @@ class Lanes:
             )
         )
         rows = self._rows(lane, session, 0, session.base)
-        lane.outbox.features(_key(session, epoch), 0, rows, lane.port.encode)
+        lane.outbox.features(session_key(session, epoch), 0, rows, lane.port.encode)
         self._expect(lane, link, budget)
 
     def forget(self, session: Session, reason: int) -> None:
@@ -341,8 +292,9 @@ class Lanes:
         if lane is not None:
             lane.outbox.end(
                 drafter_pb2.EndSession(
-                    key=_key(session, lane.links[session.session_id].epoch), reason=reason
-                )  # type: ignore[arg-type]
+                    key=session_key(session, lane.links[session.session_id].epoch),
+                    reason=reason,  # type: ignore[arg-type]
+                )
             )
             self._unlink(session.session_id)
         if reason != drafter_pb2.EndReason.END_REASON_MOVED:
@@ -355,7 +307,8 @@ class Lanes:
             lane.links.pop(session_id).session.proposal = None
 
     def _choose(self) -> Lane | None:
-        """The lane with the fewest sessions among those that take new ones; lanes that keep up go first."""
+        """The lane with the fewest sessions among those that take new ones; lanes that keep up go
+        first."""
         open_lanes = [lane for lane in self.lanes.values() if not lane.draining]
         return min(
             open_lanes,
@@ -378,10 +331,11 @@ class Lanes:
         # The sequence the next flush will use; `flush` sets the time.
         link.asked = lane.outbox.sequence + 1 if budget.want_proposal else 0
 
-    # -- flushing --------------------------------------------------------------------------------------------------
+    # -- flushing
 
     def flush(self, now: float) -> None:
-        """Send each lane what it has to be told: one message a step, more only for features that do not fit."""
+        """Send each lane what it has to be told: one message a step, more only for features that do
+        not fit."""
         for lane in list(self.lanes.values()):
             lane.pause = max(0, lane.pause - 1)
             waiting = lane.oldest_unacked_at
@@ -394,6 +348,7 @@ class Lanes:
             first = lane.outbox.sequence + 1
             for request in lane.outbox.take():
                 lane.port.send(request)
+                lane.sent_at.append((request.sequence, now))
             if lane.oldest_unacked_at is None:
                 lane.oldest_unacked_at = now
             for link in lane.links.values():
@@ -407,58 +362,3 @@ class Lanes:
             raise RuntimeError(
                 f"links {sorted(linked)} != lanes of sessions {sorted(self._lane_of)}"
             )
-
-
-def _pruned(proposal: Proposal, depth: int) -> Proposal | None:
-    """`proposal` without nodes deeper than `depth` tokens."""
-    keep = [node for node, at in enumerate(proposal.depths()) if at < depth]
-    if len(keep) == len(proposal.tree.tokens):
-        return proposal if keep else None
-    if not keep:
-        return None
-    place = {node: index for index, node in enumerate(keep)} | {-1: -1}
-    tree = TokenTree(
-        tuple(proposal.tree.tokens[node] for node in keep),
-        tuple(place[proposal.tree.parents[node]] for node in keep),
-    )
-    parts = tuple(proposal.parts[node] for node in keep) if proposal.parts else ()
-    return Proposal(
-        proposal.base,
-        tree,
-        parts,
-        min(proposal.block_size, depth + 1),
-        types_pb2.BLOCK_SIZE_REASON_MAX_TOKENS,
-    )
-
-
-def _key(session: Session, epoch: int) -> types_pb2.SessionKey:
-    return types_pb2.SessionKey(
-        session_id=session.session_id, epoch=epoch, base_position=session.base
-    )
-
-
-def sampling_to_proto(s: Sampling) -> types_pb2.SamplingParams:
-    """The sampling in force, every field set."""
-    return types_pb2.SamplingParams(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        repetition_penalty=s.repetition_penalty,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        logit_bias=dict(s.logit_bias),
-        seed=s.seed,
-    )
-
-
-def speculation_to_proto(speculation: Speculation) -> types_pb2.SpeculationOptions:
-    """The speculation in force, every field set."""
-    parts: Sequence[int] = speculation.parts
-    return types_pb2.SpeculationOptions(
-        mode=speculation.mode,  # type: ignore[arg-type]
-        max_block_size=speculation.max_block_size,
-        max_nodes=speculation.max_nodes,
-        rule=types_pb2.ACCEPTANCE_RULE_FOLLOW,
-        parts=parts,  # type: ignore[arg-type]
-    )

@@ -1,7 +1,8 @@
 """Hosts the target model.
 
-Knows: loading any Hugging Face causal LM with an ordinary decoder, running one packed step through it, and catching the outputs
-of the feature layers on the way. Does not know: sessions, proposals, sampling, gRPC.
+Knows: loading any Hugging Face causal LM with an ordinary decoder, running one packed step through
+it, and catching the outputs of the feature layers on the way. Does not know: sessions, proposals,
+sampling, gRPC.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from draftwire.errors import FailedPrecondition
 from draftwire.models import ModelSource
 from verifier_service import attention, numerics
 from verifier_service.cache import CacheShape, PagedStore
-from verifier_service.packing import Feed, Packed, pack
+from verifier_service.packing import Feed, Packed, bucket, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class TargetHost:
 
     @torch.inference_mode()
     def step(self, feeds: Sequence[Feed], store: PagedStore) -> StepOutput:
-        """Run `feeds` through the model as one packed step: writes KV and features to `store`, returns the logits wanted."""
+        """Run `feeds` through the model as one packed step: writes KV and features to `store`,
+        returns the logits wanted."""
         packed = pack(
             feeds,
             self.plan.buckets,
@@ -102,12 +104,20 @@ class TargetHost:
         return StepOutput(output.logits[0, : len(packed.logit_rows)], packed)
 
     def _logit_rows(self, packed: Packed) -> torch.Tensor:
-        """The rows whose logits are computed: those asked for, padded to a bucket so that the head is invariant too."""
-        from verifier_service.packing import bucket
-
+        """The rows whose logits are computed: those asked for, padded to a bucket so that the head
+        is invariant too."""
         wanted = packed.logit_rows
         padding = bucket(max(1, len(wanted)), self.plan.buckets) - len(wanted)
         return torch.cat([wanted, wanted.new_zeros(padding)]) if padding else wanted
+
+    def tensor_names(self) -> list[str]:
+        """Frozen tensors a drafter may ask for; a head tied to the embedding is not a second
+        one."""
+        tied = (
+            self.tensor("lm_head.weight").data_ptr()
+            == self.tensor("embed_tokens.weight").data_ptr()
+        )
+        return ["embed_tokens.weight"] if tied else ["embed_tokens.weight", "lm_head.weight"]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A frozen tensor the drafter may ask for: "embed_tokens.weight" or "lm_head.weight"."""
@@ -139,16 +149,17 @@ def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
 def load_model(
     source: ModelSource, dtype: torch.dtype, device: str, *, revision: str | None = None
 ) -> nn.Module:
-    """Load `source` with paged attention. Safetensors or GGUF only; GGUF weights are dequantised to `dtype`."""
+    """Load `source` (unpacked, if it was a GGUF) with paged attention. Safetensors only."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.IMPLEMENTATION}
-    if source.gguf_file:
-        options |= _gguf_options(source.gguf_file)
-    else:
-        options |= {"use_safetensors": True, "revision": revision or "main"}
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(source.location, **options)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        source.location,
+        dtype=dtype,
+        attn_implementation=attention.IMPLEMENTATION,
+        use_safetensors=True,
+        revision=revision or "main",
+    )
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -156,23 +167,12 @@ def load_tokenizer(source: ModelSource, *, revision: str | None = None) -> Any:
     """The tokenizer that belongs to `source`."""
     from transformers import AutoTokenizer
 
-    options: dict[str, Any] = (
-        {"gguf_file": source.gguf_file} if source.gguf_file else {"revision": revision or "main"}
-    )
-    return AutoTokenizer.from_pretrained(source.location, **options)
-
-
-def _gguf_options(file: str) -> dict[str, Any]:
-    # Newer transformers keep GGUF weights packed unless told otherwise: packed products are slow for several rows.
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {"gguf_file": file}
-    return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
+    return AutoTokenizer.from_pretrained(source.location, revision=revision or "main")
 
 
 def auto_dtype(device: str) -> torch.dtype:
-    """bfloat16 on GPUs and on processors with bf16 products, float32 elsewhere: there bf16 is many times slower."""
+    """bfloat16 on GPUs and on processors with bf16 products, float32 elsewhere: there bf16 is many
+    times slower."""
     if device != "cpu":
         return torch.bfloat16
     return (

@@ -1,9 +1,11 @@
 """Which row counts give the same bits: the invariant arithmetic, shown rather than assumed.
 
-Knows: matrix products on this processor. A row of a product may change its bits with the number of rows beside it, since libraries
-choose another kernel for another shape. Here each linear shape of the model, and attention's batched products, are run with
-every row count a step may have, at every place in it, and compared bit for bit. Row counts that agree are allowed; if none
-agree with each other, one fixed count is used and products are cut into pieces of it. Does not know: sessions or sampling.
+Knows: matrix products on this processor. A row of a product may change its bits with the number of
+rows beside it, since libraries choose another kernel for another shape. Here each linear shape of
+the model, and attention's batched products, are run with every row count a step may have, at every
+place in it, and compared bit for bit. Row counts that agree are allowed; if none agree with each
+other, one fixed count is used and products are cut into pieces of it. Does not know: sessions or
+sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ FIXED_ROWS = (16, 32)
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Row counts of a step. `chunk` is None if products of every bucket agree, else the one count products are cut into."""
+    """Row counts of a step. `chunk` is None if products of every bucket agree, else the one count
+    products are cut into."""
 
     buckets: tuple[int, ...]
     attention_rows: tuple[int, ...]
@@ -50,11 +53,12 @@ FAST = RowPlan(buckets=(1,), attention_rows=(1,), certified=False)
 def certify(
     model: nn.Module, heads: int, kv_heads: int, head_dim: int, *, seed: int = 0
 ) -> RowPlan:
-    """Find the row plan under which every product of `model` is independent of the rows beside it."""
+    """Find the row plan under which every product of `model` is independent of the rows beside
+    it."""
     weights = _distinct_weights(model)
-    agreed = STEP_ROWS
+    agreed: tuple[int, ...] = STEP_ROWS
     for weight in weights:
-        agreed = tuple(rows for rows in _agreeing(weight, agreed, seed))
+        agreed = tuple(_agreeing(weight, agreed, seed))
     attention = _attention_rows(heads, kv_heads, head_dim, weights[0].device, seed)
     share = len(attention) > 0
     if len(agreed) >= 2:
@@ -68,13 +72,14 @@ def certify(
 
 
 def cut_products(model: nn.Module, rows: int) -> None:
-    """Make every linear layer of `model` work in pieces of `rows` rows; the weights stay in the processor's cache meanwhile."""
+    """Make every linear layer of `model` work in pieces of `rows` rows; the weights stay in the
+    processor's cache meanwhile."""
 
     def cut(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         flat = inputs.reshape(-1, inputs.shape[-1])
         missing = -flat.shape[0] % rows
         padded = F.pad(flat, (0, 0, 0, missing)) if missing else flat
-        pieces = [F.linear(piece, layer.weight, layer.bias) for piece in padded.split(rows)]
+        pieces = [F.linear(piece, layer.weight, layer.bias) for piece in torch.split(padded, rows)]
         return torch.cat(pieces)[: flat.shape[0]].view(*inputs.shape[:-1], -1)
 
     for module in model.modules():
@@ -98,7 +103,8 @@ def _samples(rows: int, width: int, like: torch.Tensor, seed: int) -> torch.Tens
 
 
 def _agreeing(weight: torch.Tensor, candidates: Sequence[int], seed: int) -> Iterable[int]:
-    """The candidates that give each row the bits that most of them give it, wherever the row stands."""
+    """The candidates that give each row the bits that most of them give it, wherever the row
+    stands."""
     if not candidates:
         return
     inputs = _samples(max(candidates), weight.shape[1], weight, seed)
@@ -125,7 +131,8 @@ def _position_free(weight: torch.Tensor, rows: int, seed: int) -> bool:
 def _attention_rows(
     heads: int, kv_heads: int, head_dim: int, device: torch.device, seed: int
 ) -> tuple[int, ...]:
-    """Row counts for which the shared products give a row the same bits as the rows' own products do."""
+    """Row counts for which the shared products give a row the same bits as the rows' own products
+    do."""
     per_kv = heads // kv_heads
     like = torch.empty(0, dtype=torch.float32, device=device)
     keys = _samples(BLOCK, head_dim, like, seed)

@@ -1,7 +1,8 @@
 """What a lane still has to be told, and how it is cut into messages.
 
-Knows: the order inside a StepRequest (ends, opens, features, outcomes), sequence numbers, the message limit. One message a step is
-the rule; more only when features do not fit. Does not know: sessions, lanes, sockets.
+Knows: the order inside a StepRequest (ends, opens, features, outcomes), sequence numbers, the
+message limit. One message a step is the rule; more only when features do not fit. Does not know:
+sessions, lanes, sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Outbox:
         self.pending = False
 
     def end(self, item: drafter_pb2.EndSession) -> None:
-        """A session is over. Outcomes of it that were not sent yet are dropped, since the drafter reads ends first."""
+        """A session is over. Outcomes of it that were not sent yet are dropped, since the drafter
+        reads ends first."""
         kept = [o for o in self._current.outcomes if o.key.session_id != item.key.session_id]
         if len(kept) != len(self._current.outcomes):
             del self._current.outcomes[:]
@@ -60,7 +62,8 @@ class Outbox:
         rows: torch.Tensor,
         encode: Callable[[torch.Tensor], types_pb2.Tensor],
     ) -> None:
-        """Feature rows [rows, width] from `first_position` on, split so that each message stays inside its limit."""
+        """Feature rows [rows, width] from `first_position` on, split so that each message stays
+        inside its limit."""
         row_bytes = max(1, rows.shape[1] * rows.element_size()) if len(rows) else 1
         step = max(1, self._limit // row_bytes)
         for start in range(0, len(rows), step):

@@ -1,12 +1,13 @@
 """Packs what all sessions feed into one target step.
 
-Knows: rows, logical positions, slots, and how to lay attention out in groups of equal shape. Does not know: models, sampling,
-or why a session feeds what it feeds.
+Knows: rows, logical positions, slots, and how to lay attention out in groups of equal shape. Does
+not know: models, sampling, or why a session feeds what it feeds.
 
-A feed is a run of rows of one session: a piece of its prompt, its anchor alone, or its anchor and a token tree. Row r has a logical
-position and lies in the slot of *physical* position base + r; for a chain the two agree, for a tree they do not. Every
-query sums its keys in logical order over blocks of BLOCK positions, wherever the rows lie, so its result does not depend on the
-shape of the tree it came in.
+A feed is a run of rows of one session: a piece of its prompt, its anchor alone, or its anchor and a
+token tree. Row r has a logical position and lies in the slot of *physical* position base + r; for a
+chain the two agree, for a tree they do not. Every query sums its keys in logical order over blocks
+of BLOCK positions, wherever the rows lie, so its result does not depend on the shape of the tree it
+came in.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sessions whose attention runs as one batch; S sessions, R rows each (padded), L shared keys, T keys of the row's own.
+    """Sessions whose attention runs as one batch; S sessions, R rows each (padded), L shared keys,
+    T keys of the row's own.
 
-    rows [S, R] index into the packed rows (padding repeats row 0); shared_slots [S, L]; positions [S, R] logical, -1 for
-    padding; shared_limit [S]: keys at or past it are not shared; tail_slots [S, R, T] with tail_start [S], or None (invariant
-    arithmetic, trees); visible bool [S, R, L], or None for causal (fast arithmetic, trees: all rows are shared keys).
+    rows [S, R] index into the packed rows (padding repeats row 0); shared_slots [S, L]; positions
+    [S, R] logical, -1 for padding; shared_limit [S]: keys at or past it are not shared; tail_slots
+    [S, R, T] with tail_start [S], or None (invariant arithmetic, trees); visible bool [S, R, L], or
+    None for causal (fast arithmetic, trees: all rows are shared keys).
     """
 
     rows: torch.Tensor
@@ -102,11 +105,15 @@ def pack(
 ) -> Packed:
     """Lay `feeds` out as one step.
 
-    `row_buckets`: row counts a step may have; `attention_rows`: rows a session may have in an attention group.
-    `share=False` gives every row all its keys of its own (slow, for processors on which shared and own sums differ in bits).
+    `row_buckets`: row counts a step may have; `attention_rows`: rows a session may have in an
+    attention group.
+    `share=False` gives every row all its keys of its own (slow, for processors on which shared and
+    own sums differ in bits).
     """
     layout = _Layout(tuple(attention_rows), device, invariant, share)
-    offsets, logit_offsets, logit_rows = [], [], []
+    offsets: list[int] = []
+    logit_offsets: list[int] = []
+    logit_rows: list[int] = []
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[np.ndarray] = []
@@ -217,7 +224,8 @@ def _ancestors(feed: Feed) -> np.ndarray:
 
 
 def _paths(feed: Feed, start: int, width: int) -> np.ndarray:
-    """Slots [rows, width] of each row's keys in logical order from position `start`: context, then the row's own path."""
+    """Slots [rows, width] of each row's keys in logical order from position `start`: context, then
+    the row's own path."""
     out = np.full((len(feed.tokens), width), SCRATCH_PAGE, dtype=np.int64)
     out[:, : feed.base - start] = feed.slots[start : feed.base]
     parents = feed.parents if feed.parents is not None else range(-1, len(feed.tokens) - 1)

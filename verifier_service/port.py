@@ -1,6 +1,7 @@
 """One lane's transport: between the engine's thread and the stream's writer.
 
-Knows: the queue of outgoing messages, the carrier of large tensors. Does not know: what the messages mean.
+Knows: the queue of outgoing messages, the carrier of large tensors. Does not know: what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from draftwire.carriers import SharedMemoryRing
 from draftwire.codec import encode
 from draftwire.v1 import drafter_pb2, types_pb2
-from verifier_service.lanes import LaneFacts
+from verifier_service.lane import LaneFacts
 from verifier_service.settle import Fusion
 
+Call = grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
 _RING_FROM_BYTES = 64 * 1024  # smaller tensors are quicker inline
 _SLOT_BYTES, _SLOTS = 1024 * 1024, 32
 
 
 class Port:
-    """Implements `lanes.LanePort`. `send`, `encode` and `abandon` are called on the engine's thread, the rest on the loop."""
+    """Implements `lanes.LanePort`. `send`, `encode` and `abandon` are called on the engine's
+    thread, the rest on the loop."""
 
     facts: LaneFacts
 
@@ -38,10 +41,11 @@ class Port:
             deque()
         )  # (message, last write it may name), oldest first
         self._fusion: Fusion | None = None
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: Call | None = None
 
     def offer_ring(self, hello: drafter_pb2.Hello) -> None:
-        """Make a ring and put the offer into `hello`; without shared memory on this host nothing is offered."""
+        """Make a ring and put the offer into `hello`; without shared memory on this host nothing is
+        offered."""
         try:
             self._ring = SharedMemoryRing.create(_SLOTS, _SLOT_BYTES)
             hello.carriers.append(self._ring.offer())
@@ -53,7 +57,9 @@ class Port:
         self.facts = facts
         self._fusion = fusion
         self._ring_in_use = reply.verifier_carrier == types_pb2.CARRIER_KIND_SHARED_MEMORY
-        if self._ring is not None and not self._ring_in_use:
+        if self._ring is not None and self._ring_in_use:
+            self._ring.unlink()  # both ends hold it: a killed process leaves nothing behind
+        elif self._ring is not None:
             self._ring.close()
             self._ring = None
 
@@ -87,7 +93,7 @@ class Port:
         if self._call is not None:
             self._loop.call_soon_threadsafe(self._call.cancel)
 
-    async def write(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def write(self, call: Call) -> None:
         """The stream's only writer."""
         self._call = call
         try:

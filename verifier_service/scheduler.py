@@ -1,7 +1,7 @@
 """Who runs in the next step, and in whose pages.
 
-Knows: the queue, the running sessions, page and row budgets, preemption. Pure: no model, no gRPC, no clock. Does not know how tokens
-are drawn or what the drafter says.
+Knows: the queue, the running sessions, page and row budgets, preemption. Pure: no model, no gRPC,
+no clock. Does not know how tokens are drawn or what the drafter says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from verifier_service.session import Proposal, Session
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one session feeds into a step. `proposal` is None for prefill and plain rounds; `draws` if logits are wanted."""
+    """What one session feeds into a step. `proposal` is None for prefill and plain rounds; `draws`
+    if logits are wanted."""
 
     session: Session
     feed: Feed
@@ -38,7 +39,8 @@ class Budgets:
 
 
 class Scheduler:
-    """First come, first served within a priority; decoding goes before prefilling; the youngest is preempted first."""
+    """First come, first served within a priority; decoding goes before prefilling; the youngest is
+    preempted first."""
 
     def __init__(self, pool: PagePool, budgets: Budgets) -> None:
         self.pool = pool
@@ -121,7 +123,8 @@ class Scheduler:
             session.cached_tokens = session.computed
 
     def _hold(self, session: Session, positions: int) -> bool:
-        """Make sure that `session` has pages for `positions`; preempts younger sessions, at last itself."""
+        """Make sure that `session` has pages for `positions`; preempts younger sessions, at last
+        itself."""
         missing = self.pool.pages_for(positions) - len(session.pages)
         if missing <= 0:
             return True

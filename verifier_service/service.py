@@ -18,7 +18,7 @@ import torch
 
 from draftwire.channel import ChannelConfig
 from draftwire.config import ConfigError, effective
-from draftwire.models import resolve
+from draftwire.models import resolve, unpacked
 from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
 from verifier_service import model as target
 from verifier_service.admission import Limits
@@ -81,7 +81,7 @@ class VerifierService:
         config = self.config
         if config.threads:
             torch.set_num_threads(config.threads)
-        source = resolve(config.model)
+        source = unpacked(resolve(config.model))
         dtype = (
             target.auto_dtype(config.device)
             if config.dtype == "auto"
@@ -122,7 +122,8 @@ class VerifierService:
         return tokenizer
 
     def _max_context(self, host: target.TargetHost, pool: PagePool) -> int:
-        """The longest context that always fits: one session with a full tree must be able to run alone."""
+        """The longest context that always fits: one session with a full tree must be able to run
+        alone."""
         fits = (pool.num_pages - 1) * pool.page_size - self.config.max_nodes - 1
         asked = self.config.max_context
         if asked > host.max_context:
@@ -173,7 +174,7 @@ class VerifierService:
             max_block_size=self.config.max_block_size,
             max_nodes=self.config.max_nodes,
             max_message_bytes=self.config.max_message_bytes,
-            tensors_on_offer=["embed_tokens.weight", "lm_head.weight"],
+            tensors_on_offer=self.engine.host.tensor_names() if self.engine else [],
         )
 
     def progress(self) -> bool:
@@ -197,7 +198,7 @@ class VerifierService:
             self.engine.stop()
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 10.0)
 
-    # -- GetInfo ---------------------------------------------------------------------------------------------------
+    # -- GetInfo
 
     def _version(self) -> types_pb2.ServiceVersion:
         version = types_pb2.ServiceVersion(
@@ -252,9 +253,9 @@ def _totals(engine: Engine) -> types_pb2.AcceptanceStats:
 def _lane_info(engine: Engine, status: DrafterStatus) -> verifier_pb2.LaneInfo:
     info = verifier_pb2.LaneInfo(
         target=status.target,
-        state=status.state,
+        state=status.state,  # type: ignore[arg-type]
         losses=status.losses,
-        last_error=status.last_error,  # type: ignore[arg-type]
+        last_error=status.last_error,
     )
     if status.facts is not None:
         info.drafter_name, info.trained = status.facts.name, status.facts.trained

@@ -18,10 +18,12 @@ from draftwire.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from draftwire.v1 import types_pb2, verifier_pb2
 from verifier_service import admission
 from verifier_service.decoding import deserializer
-from verifier_service.engine import Emitted, Engine
-from verifier_service.lanes import sampling_to_proto, speculation_to_proto
+from verifier_service.engine import Engine
+from verifier_service.messages import sampling_to_proto, speculation_to_proto
+from verifier_service.reports import Emitted
 from verifier_service.session import Request
 
+Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "draftwire.v1.Verifier"
 USAGE_TRAILER = "draftwire-usage-bin"
 ACCEPTANCE_TRAILER = "draftwire-acceptance-bin"
@@ -64,7 +66,8 @@ class VerifierServicer:
         self._loop = asyncio.get_running_loop()
 
     def emit(self, batch: list[Emitted]) -> None:
-        """What a step gave, from the engine's thread: one hand-over a step, whatever the number of clients."""
+        """What a step gave, from the engine's thread: one hand-over a step, whatever the number of
+        clients."""
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, batch)
@@ -81,7 +84,7 @@ class VerifierServicer:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service, with a deserializer that names what is wrong with malformed bytes."""
-        methods = {
+        methods: dict[str, Any] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate,
                 request_deserializer=deserializer(verifier_pb2.GenerateRequest),
@@ -95,8 +98,10 @@ class VerifierServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    async def Generate(  # noqa: N802  the name is the contract's
-        self, request: verifier_pb2.GenerateRequest | InvalidArgument, context: grpc.aio.ServicerContext
+    async def Generate(
+        self,
+        request: verifier_pb2.GenerateRequest | InvalidArgument,
+        context: Context,
     ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
         if isinstance(request, InvalidArgument):
             raise request
@@ -142,15 +147,15 @@ class VerifierServicer:
                 seconds=round(time.monotonic() - now, 4),
             )
 
-    async def GetInfo(  # noqa: N802
-        self, request: verifier_pb2.VerifierGetInfoRequest, context: grpc.aio.ServicerContext
+    async def GetInfo(
+        self, request: verifier_pb2.VerifierGetInfoRequest, context: Context
     ) -> verifier_pb2.VerifierGetInfoResponse:
         if self._describe is None:
             raise Unavailable("STARTING", "the model is still loading")
         return await self._describe()
 
 
-def _deadline(context: grpc.aio.ServicerContext, now: float, engine: Engine) -> float | None:
+def _deadline(context: Context, now: float, engine: Engine) -> float | None:
     """The deadline on our clock. Raises DeadlineExceeded if not even one step fits."""
     remaining = context.time_remaining()
     if remaining is None or remaining > _ENDLESS:
@@ -193,7 +198,7 @@ def _delta(item: Emitted) -> verifier_pb2.GenerateResponse:
     return verifier_pb2.GenerateResponse(delta=delta)
 
 
-def _set_trailers(context: grpc.aio.ServicerContext, finished: verifier_pb2.Finished) -> None:
+def _set_trailers(context: Context, finished: verifier_pb2.Finished) -> None:
     context.set_trailing_metadata(
         (
             (USAGE_TRAILER, finished.usage.SerializeToString()),

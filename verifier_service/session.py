@@ -1,10 +1,12 @@
 """One generation's state on the verifier: tokens, pages, proposal, statistics.
 
-Knows: what a request asked for, what is committed, and when it ends. Pure: no gRPC, no model, no clock of its own.
+Knows: what a request asked for, what is committed, and when it ends. Pure: no gRPC, no model, no
+clock of its own.
 
-`tokens` is the only truth. Positions below `computed` have KV; the last token is the anchor. A session whose `computed` is
-len(tokens) - 1 stands at its anchor and may verify a proposal; one further behind is prefilling (a fresh prompt, or recomputing after
-preemption: the arithmetic gives the same bits either way).
+`tokens` is the only truth. Positions below `computed` have KV; the last token is the anchor. A
+session whose `computed` is len(tokens) - 1 stands at its anchor and may verify a proposal; one
+further behind is prefilling (a fresh prompt, or recomputing after preemption: the arithmetic gives
+the same bits either way).
 """
 
 from __future__ import annotations
@@ -77,6 +79,22 @@ class Proposal:
         """The first `nodes` nodes: parents come before their children, so any prefix is a tree."""
         tree = TokenTree(self.tree.tokens[:nodes], self.tree.parents[:nodes])
         return Proposal(self.base, tree, self.parts[:nodes], self.block_size, self.reason)
+
+    def pruned(self, depth: int) -> Proposal | None:
+        """Without nodes deeper than `depth` tokens; None if none is left."""
+        keep = [node for node, at in enumerate(self.depths()) if at < depth]
+        if len(keep) == len(self.tree.tokens):
+            return self if keep else None
+        if not keep:
+            return None
+        place = {node: index for index, node in enumerate(keep)} | {-1: -1}
+        tree = TokenTree(
+            tuple(self.tree.tokens[node] for node in keep),
+            tuple(place[self.tree.parents[node]] for node in keep),
+        )
+        parts = tuple(self.parts[node] for node in keep) if self.parts else ()
+        size = min(self.block_size, depth + 1)
+        return Proposal(self.base, tree, parts, size, BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +224,16 @@ class Session:
         return self.computed == self.base and self.made > 0
 
     def drafts_allowed(self, max_context: int) -> int:
-        """Longest path that may be verified now: the round commits one token more than it accepts."""
+        """Longest path that may be verified now: the round commits one token more than it
+        accepts."""
         room = min(self.request.max_tokens - self.made, max_context - len(self.tokens))
         return max(0, min(room - 1, self.request.speculation.max_block_size - 1))
 
     def commit(self, tokens: Sequence[int], max_context: int) -> Delta:
         """Take committed tokens in order until one ends the answer; `ending` says whether one did.
 
-        The checks of one token come in this order: end of sequence, stop token, stop string, max_tokens, context. A token that
-        ends the answer by its id is counted and has no text.
+        The checks of one token come in this order: end of sequence, stop token, stop string,
+        max_tokens, context. A token that ends the answer by its id is counted and has no text.
         """
         text: list[str] = []
         taken = 0
@@ -255,7 +274,8 @@ class Session:
     def count_round(
         self, proposal: Proposal | None, path: Sequence[int], emitted: int, plain_reason: int
     ) -> None:
-        """Book a round: `path` are the accepted nodes, `emitted` how many of the round's tokens the answer took."""
+        """Book a round: `path` are the accepted nodes, `emitted` how many of the round's tokens the
+        answer took."""
         stats = self.stats
         if proposal is None:
             stats.plain_rounds += 1

@@ -1,6 +1,7 @@
 """What the handshake settles, from the verifier's side.
 
-Knows: which HelloReply fits this target, and how features are fused with the drafter's own weights. Pure. Does not know: streams.
+Knows: which HelloReply fits this target, and how features are fused with the drafter's own weights.
+Pure. Does not know: streams.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from draftwire.codec import torch_dtype
 from draftwire.errors import FailedPrecondition
 from draftwire.v1 import drafter_pb2
-from verifier_service.lanes import LaneFacts
+from verifier_service.lane import LaneFacts
 
 Encoding = drafter_pb2.FeatureEncoding
 
@@ -65,7 +66,8 @@ def _refuse(field: str, verifier: object, drafter: object) -> FailedPrecondition
 
 
 class Fusion:
-    """Turns raw features into what the drafter wants: RMSNorm(fc(features)) (DFlash's context feature), or as they are."""
+    """Turns raw features into what the drafter wants: RMSNorm(fc(features)) (DFlash's context
+    feature), or as they are."""
 
     def __init__(
         self, reply: drafter_pb2.HelloReply, dtype: torch.dtype, device: torch.device
@@ -99,8 +101,8 @@ class Fusion:
 
     @torch.inference_mode()
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
-        """Features [rows, layers * hidden] -> [rows, feature_size] in the drafter's dtype. Not part of the invariant arithmetic:
-        what the drafter sees never decides a token."""
+        """Features [rows, layers * hidden] -> [rows, feature_size] in the drafter's dtype. Not part
+        of the invariant arithmetic: what the drafter sees never decides a token."""
         if not self._fused:
             return rows.to(self._wire_dtype)
         mixed = F.linear(rows.float(), self._weights["fc.weight"])

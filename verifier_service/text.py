@@ -1,7 +1,8 @@
 """Tokens to text as they come, and where a stop string cuts it.
 
-Knows: a tokenizer's `decode` and the request's stop strings. Takes one token at a time, whatever the size of the block it came in, so a
-chunk of n tokens says the same as n chunks of one. Does not know: sessions, stop token ids, or the model.
+Knows: a tokenizer's `decode` and the request's stop strings. Takes one token at a time, whatever
+the size of the block it came in, so a chunk of n tokens says the same as n chunks of one. Does not
+know: sessions, stop token ids, or the model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Decoder(Protocol):
 
 
 class TextStream:
-    """Text of one answer. `push` returns the text that is certain now: no part of a character, no start of a stop string."""
+    """Text of one answer. `push` returns the text that is certain now: no part of a character, no
+    start of a stop string."""
 
     def __init__(
         self, tokenizer: Decoder, stops: Sequence[str] = (), *, skip_special_tokens: bool = True
@@ -29,14 +31,18 @@ class TextStream:
         self._stops = tuple(stops)
         self._skip = skip_special_tokens
         self._tokens: list[int] = []
-        self._context = 0  # decoding starts here: tokens before a piece decide whether its leading space is kept
+        # Decoding starts at `_context`: tokens before a piece decide whether its space is kept.
+        self._context = 0
         self._decoded = 0  # all text of the tokens before this is in `_pending` or already out
-        self._taken = 0  # characters of the text from `_context` on that are in `_pending` or already out
+        self._taken = (
+            0  # characters of the text from `_context` on that are in `_pending` or already out
+        )
         self._pending = ""  # decoded, may still turn out to be the start of a stop string
         self.matched: str | None = None
 
     def push(self, token: int) -> str:
-        """Add a token. Once `matched` is set the text before the stop string is complete and nothing more may be pushed."""
+        """Add a token. Once `matched` is set the text before the stop string is complete and
+        nothing more may be pushed."""
         if self.matched is not None:
             raise RuntimeError("push after a stop string matched")
         self._tokens.append(token)
@@ -44,7 +50,8 @@ class TextStream:
         return self._filter(piece) if piece else ""
 
     def finish(self) -> str:
-        """The rest, at the end of an answer that no stop string ended: held-back text and incomplete characters as they are."""
+        """The rest, at the end of an answer that no stop string ended: held-back text and
+        incomplete characters as they are."""
         if self.matched is not None:
             return ""
         rest = self._decode(self._context, len(self._tokens))[self._taken :]

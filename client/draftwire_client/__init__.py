@@ -32,15 +32,12 @@ from draftwire_client.errors import (
     describe,
     partial_of,
 )
+from draftwire_client.info import Info, LaneInfo, LoadInfo, ModelInfo
 from draftwire_client.types import (
     Acceptance,
     BlockSizeCount,
     ChatMessage,
     Chunk,
-    Info,
-    LaneInfo,
-    LoadInfo,
-    ModelInfo,
     PartCount,
     Partial,
     RequestOptions,

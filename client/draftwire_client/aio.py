@@ -31,12 +31,15 @@ from draftwire_client.errors import (
     client_closed,
     from_call,
 )
+from draftwire_client.info import Info
 from draftwire_client.requests import Messages, chat_request, generate_request
 from draftwire_client.responses import read_health, read_info
 from draftwire_client.retry import Attempts
-from draftwire_client.types import Chunk, Info, RequestOptions, Result
-
-_stubs: Any = verifier_pb2_grpc  # generated without types
+from draftwire_client.types import (
+    Chunk,
+    RequestOptions,
+    Result,
+)
 
 
 class AsyncClient(Connectable):
@@ -50,8 +53,8 @@ class AsyncClient(Connectable):
         self._closed = False
         self._channel = open_channel(config.target, config.channel)
         self._control = open_channel(config.target, config.control_channel)
-        self._verifier = _stubs.VerifierStub(self._channel)
-        self._information = _stubs.VerifierStub(self._control)
+        self._verifier = verifier_pb2_grpc.VerifierStub(self._channel)
+        self._information = verifier_pb2_grpc.VerifierStub(self._control)
         self._health: Any = health_pb2_grpc.HealthStub(self._control)
 
     async def generate(

@@ -58,11 +58,10 @@ def partial_of(error: BaseException) -> Partial | None:
 
 def describe(error: DraftwireError) -> str:
     """One line for people: `REASON: message (field=…, limit=…, value=…)`, parts as given."""
-    given = [
-        f"{key}={error.metadata[key]}"
-        for key in ("field", "limit", "value")
-        if error.metadata.get(key)
-    ]
+    # A field that is empty is worth saying; a part that nobody gave is not.
+    blank = "empty" if error.metadata.get("field") else ""
+    found = {key: error.metadata.get(key, "") for key in ("field", "limit", "value")}
+    given = [f"{key}={text or blank}" for key, text in found.items() if text or blank]
     line = f"{error.reason}: {error.message}" + (f" ({', '.join(given)})" if given else "")
     return " ".join(line.split())
 

@@ -15,13 +15,10 @@ from grpc_health.v1 import health_pb2
 
 from draftwire.v1 import types_pb2, verifier_pb2
 from draftwire_client import enums
+from draftwire_client.info import Info, LaneInfo, LoadInfo, ModelInfo
 from draftwire_client.types import (
     Acceptance,
     BlockSizeCount,
-    Info,
-    LaneInfo,
-    LoadInfo,
-    ModelInfo,
     PartCount,
     Settings,
     TokenLogprob,

@@ -14,9 +14,7 @@ from draftwire_client.enums import (
     AcceptanceRule,
     BlockSizeReason,
     DraftPart,
-    ElementType,
     FinishReason,
-    LaneState,
     SpeculationMode,
 )
 
@@ -257,67 +255,3 @@ class Partial:
     usage: Usage | None = None
     acceptance: Acceptance | None = None
     attempts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The target model."""
-
-    name: str
-    dtype: ElementType
-    vocab_size: int
-    embedding_rows: int
-    hidden_size: int
-    num_layers: int
-    max_context: int
-    tokenizer_sha256: str
-    vocabulary_sha256: str
-    template_sha256: str
-    weights_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class LaneInfo:
-    """A drafter lane as the verifier sees it; times in seconds."""
-
-    target: str
-    state: LaneState
-    drafter_name: str
-    trained: bool
-    sessions: int
-    round_trip_s: float
-    model_time_s: float
-    block_size: int
-    losses: int
-    last_error: str
-    steps_sent: int
-    steps_received: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadInfo:
-    """Load of a verifier."""
-
-    running: int
-    waiting: int
-    free_pages: int
-    total_pages: int
-    page_size: int
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """What a verifier is and does; `config` is its effective configuration by flag name."""
-
-    package_version: str
-    protocol_minor: int
-    instance_id: str
-    uptime_s: float
-    draining: bool
-    model: ModelInfo
-    config: Mapping[str, str]
-    lanes: tuple[LaneInfo, ...]
-    load: LoadInfo
-    totals: Acceptance

@@ -42,8 +42,37 @@ def _generate() -> Command:
     return generate.GenerateConfig, lambda c: generate.generate(c, generate.say_to_stderr)
 
 
+def _features() -> Command:
+    from drafter_service.training import features, generate
+
+    return features.FeaturesConfig, lambda c: features.features(c, generate.say_to_stderr)
+
+
+def _train() -> Command:
+    from drafter_service.training import generate, train
+    from drafter_service.training.run_config import TrainConfig
+
+    return TrainConfig, lambda c: train.train(c, generate.say_to_stderr)
+
+
+def _evaluate() -> Command:
+    from drafter_service.training import evaluate, generate
+
+    return evaluate.EvaluateConfig, lambda c: evaluate.evaluate(c, generate.say_to_stderr)
+
+
+def _export() -> Command:
+    from drafter_service.training import export, generate
+
+    return export.ExportConfig, lambda c: export.export(c, generate.say_to_stderr)
+
+
 COMMANDS: dict[str, tuple[Callable[[], Command], str]] = {
     "generate": (_generate, "have the target answer prompts"),
+    "features": (_features, "keep the target's features and likeliest tokens along its answers"),
+    "train": (_train, "train a drafter"),
+    "evaluate": (_evaluate, "replay stored answers: acceptance lengths"),
+    "export": (_export, "write a run's checkpoint in the public format"),
 }
 
 if __name__ == "__main__":

@@ -10,17 +10,18 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from draftwire_client import AsyncClient, FinishReason
 from drafter_service.training.prompts import Job
 from drafter_service.training.store import Response
 from drafter_service.training.target import Target
 from draftwire.v1 import types_pb2, verifier_pb2
+from draftwire_client import AsyncClient, FinishReason
 from draftwire_kernels.sampling import Sampling
 from verifier_service.cache import PagePool
-from verifier_service.engine import Emitted, Engine, EngineLimits
+from verifier_service.engine import Engine, EngineLimits
+from verifier_service.reports import Emitted
 from verifier_service.scheduler import Budgets
 from verifier_service.session import Request, Speculation
 
@@ -143,13 +144,13 @@ class VerifierAnswers:
             try:
                 while True:
                     try:
-                        yield runner.run(anext(stream))
+                        yield runner.run(_next(stream))
                     except StopAsyncIteration:
                         return
             finally:
                 runner.run(stream.aclose())
 
-    async def _stream(self, jobs: Sequence[Job]) -> AsyncIterator[Response]:
+    async def _stream(self, jobs: Sequence[Job]) -> AsyncGenerator[Response]:
         waiting = iter(jobs)
         running: set[asyncio.Task[Response]] = set()
         async with AsyncClient.connect(self._address) as client:
@@ -183,6 +184,10 @@ class VerifierAnswers:
         stopped = result.finish_reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         logprobs = [entry.logprob for entry in result.logprobs]
         return _response(job, prompt, result.token_ids, logprobs, stopped)
+
+
+async def _next(stream: AsyncGenerator[Response]) -> Response:
+    return await anext(stream)
 
 
 def _response(

@@ -42,7 +42,9 @@ class GenerateConfig:
     )
     all_recipes: bool = setting(False, help="answer each prompt once with every recipe")
     max_tokens: int = setting(160, help="longest answer, tokens", minimum=1)
-    max_prompt: int = setting(384, help="longest prompt, tokens; longer ones are left out", minimum=1)
+    max_prompt: int = setting(
+        384, help="longest prompt, tokens; longer ones are left out", minimum=1
+    )
     sessions: int = setting(32, help="answers made at a time", minimum=1, maximum=4096)
     shard_size: int = setting(256, help="answers in a shard", minimum=1)
     stop_at: int = setting(0, help="end when so many answer tokens are there; 0: never", minimum=0)

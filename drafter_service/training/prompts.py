@@ -80,7 +80,7 @@ def parse_recipe(text: str) -> Recipe:
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """The first turn of each line of `path`, in file order. Raises ConfigError naming the line."""
-    prompts = []
+    prompts: list[Prompt] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -80,7 +80,7 @@ class DataStore:
     @property
     def answer_tokens(self) -> int:
         """Answer tokens kept so far."""
-        packed = sum(shard["answer_tokens"] for shard in self.manifest["shards"])
+        packed = sum(int(shard["answer_tokens"]) for shard in self.manifest["shards"])
         return packed + sum(len(r.answer) for r in self._open)
 
     def add(self, response: Response) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drafter_service.training.prompts import Prompt
-from draftwire.models import resolve
+from draftwire.models import resolve, unpacked
 from verifier_service import model as hosting
 from verifier_service.identity import eos_ids, model_identity
 from verifier_service.model import TargetHost
@@ -43,7 +43,7 @@ def load_target(
     name: str, *, device: str = "cpu", dtype: str = "float32", invariant: bool = True
 ) -> Target:
     """Load `name` (folder, hub id, .gguf file or package:NAME)."""
-    source = resolve(name)
+    source = unpacked(resolve(name))
     tokenizer = hosting.load_tokenizer(source)
     model = hosting.load_model(source, getattr(torch, dtype), device)
     host = TargetHost(model, invariant=invariant)

@@ -57,6 +57,8 @@ class AttentionPlan:
     """Most rows of one session."""
     max_keys: int
     """Largest base + depth + 1, or a bound on it."""
+    padded: bool
+    """Whether padding rows follow."""
 
     @property
     def is_chain(self) -> bool:
@@ -174,6 +176,7 @@ def plan(
         slots=slots,
         max_rows=max(most, max_rows),
         max_keys=max(needed_keys, max_keys),
+        padded=pad_rows > 0,
     )
 
 

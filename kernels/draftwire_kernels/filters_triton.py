@@ -68,7 +68,24 @@ def fold_spans(Max_ptr, Sum_ptr, row, spans, temperature, SPANS: tl.constexpr):
 
 
 @triton.jit
-def _list_groups(Group_ptr, List_ptr, groups, temperature, low, G: tl.constexpr):
+def row_edges(
+    Pivot_ptr, Cut_ptr, Total_ptr, row, largest, total, temperature, FILTERED: tl.constexpr
+):
+    """Pivot, cut and log of the total weight of a row; of all its tokens unless FILTERED."""
+    pivot = tl.full([], float("-inf"), tl.float32)
+    cut = tl.zeros([], tl.int32) + _NO_CUT
+    heat = tl.where(temperature > 0.0, temperature, 1.0)
+    log_total = divide(largest, heat) + tl.log(total)
+    if FILTERED:
+        if temperature > 0.0:
+            pivot = tl.load(Pivot_ptr + row)
+            cut = tl.load(Cut_ptr + row)
+            log_total = tl.load(Total_ptr + row)
+    return pivot, cut, log_total
+
+
+@triton.jit
+def list_groups(Group_ptr, List_ptr, groups, temperature, low, G: tl.constexpr):
     """Write the groups whose maximum is at least `low`, ascending; returns how many."""
     group = tl.arange(0, G)
     top = tl.load(Group_ptr + group, mask=group < groups, other=float("-inf")).to(tl.float32)
@@ -82,7 +99,7 @@ def _list_groups(Group_ptr, List_ptr, groups, temperature, low, G: tl.constexpr)
 
 
 @triton.jit
-def _read(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR: tl.constexpr):
+def read_groups(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR: tl.constexpr):
     """Tokens and keys of NEAR listed groups; keys of no token are the lowest."""
     which = first + tl.arange(0, NEAR)
     group = tl.load(List_ptr + which, mask=which < count, other=0)
@@ -124,14 +141,16 @@ def _search(
     """
     high = order(top)
     low = tl.minimum(low, high)
-    count = _list_groups(Group_ptr, List_ptr, groups, temperature, low, G)
+    count = list_groups(Group_ptr, List_ptr, groups, temperature, low, G)
     while low < high:
         middle = (low.to(tl.int64) + (high.to(tl.int64) - low + 1) // 2).to(tl.int32)
         weight = tl.zeros([NEAR, 64], tl.float64)
         above = tl.full([NEAR, 64], 0x7FFFFFFF, tl.int32)
         below = tl.full([NEAR, 64], -0x80000000, tl.int32)
         for first in range(0, count, NEAR):
-            token, key, there = _read(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
+            token, key, there = read_groups(
+                X_ptr, List_ptr, first, count, n_cols, temperature, NEAR
+            )
             there = there & ((key > edge) | ((key == edge) & (token <= edge_cut)))
             reaches = there & (key >= middle)
             weight += tl.where(reaches, _weight(key, top, COUNT), 0.0)
@@ -141,13 +160,13 @@ def _search(
             # Step to keys that occur: a bracket of few values ends at once.
             low = tl.min(tl.min(above, axis=1), axis=0)
             if count > NEAR:
-                count = _list_groups(Group_ptr, List_ptr, groups, temperature, low, G)
+                count = list_groups(Group_ptr, List_ptr, groups, temperature, low, G)
         else:
             high = tl.maximum(tl.max(tl.max(below, axis=1), axis=0), low)
     # Of the tokens equal to the pivot, the lowest ids, as many as are still needed.
     weight = tl.zeros([NEAR, 64], tl.float64)
     for first in range(0, count, NEAR):
-        token, key, there = _read(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
+        token, key, there = read_groups(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
         weight += tl.where(there & (key > low), _weight(key, top, COUNT), 0.0)
     rest = need - tl.sum(tl.sum(weight, axis=1), axis=0)
     each = tl.max(_weight(tl.zeros([1], tl.int32) + low, top, COUNT), axis=0)
@@ -157,7 +176,7 @@ def _search(
     cut = tl.zeros([], tl.int32) + _NO_CUT
     passed = tl.zeros([], tl.int32)
     for first in range(0, count, NEAR):
-        token, key, there = _read(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
+        token, key, there = read_groups(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
         equal = there & (key == low) & ((key > edge) | (token <= edge_cut))
         flat = tl.reshape(equal.to(tl.int32), [NEAR * 64])
         rank = tl.cumsum(flat, axis=0) + passed
@@ -297,10 +316,10 @@ def _mass(
     NEAR: tl.constexpr,
 ):
     """Sum of exp(score - top) of the tokens inside (edge, cut), fp64."""
-    count = _list_groups(Group_ptr, List_ptr, groups, temperature, edge, G)
+    count = list_groups(Group_ptr, List_ptr, groups, temperature, edge, G)
     weight = tl.zeros([NEAR, 64], tl.float64)
     for first in range(0, count, NEAR):
-        token, key, there = _read(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
+        token, key, there = read_groups(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR)
         inside = there & ((key > edge) | ((key == edge) & (token <= cut)))
         weight += tl.where(inside, _weight(key, top, False), 0.0)
     return tl.sum(tl.sum(weight, axis=1), axis=0)

@@ -19,7 +19,10 @@ from draftwire_kernels.noise import GROUP, Floats
 
 Ids = npt.NDArray[np.int64]
 
+_FIRST = 8
+"""Groups made first when more may hold the winner: a further pass costs as much as ten groups."""
 _SLACK = 2.0**-20
+"""Two roundings lie between a value and its group's bound, and log need not be monotone."""
 _IN_GROUP = np.arange(GROUP)
 
 
@@ -96,33 +99,28 @@ def perturbed_top(
     bounds = maxima + luck
     groups = np.arange(len(table))
     tokens, values = groups * GROUP + owners, table[groups, owners] + luck
-    # 2. The most promising groups token by token: they raise the floor. 3. All that may still be
-    # above it.
-    seen = _most_promising(bounds, count)
-    for _ in range(2):
-        halves = noise.group_halves(seed, position, seen, purpose, base)
-        energy = noise.exponential(noise.uniform32(halves))
-        energy += minima[seen, None]
-        energy[np.arange(seen.size), owners[seen]] = np.inf  # owners have their values already
-        found = table[seen] - torch.from_numpy(energy).log_().numpy()
-        tokens = np.concatenate([tokens, (seen[:, None] * GROUP + _IN_GROUP).ravel()])
-        values = np.concatenate([values, found.ravel()])
+    # 2. Token by token, the groups that may hold more; if they are many, the best of them first,
+    # which nearly always raises the floor above most of the others.
+    unseen = maxima > -np.inf
+    for most in (_FIRST + count, len(table)):
         floor = _nth_largest(values, count)
-        # Two roundings lie between a value and its group's bound, and log need not be monotone to
-        # the last bit.
-        above = bounds >= floor - _SLACK * (1 + abs(floor))
-        above[seen] = False
-        above &= maxima > -np.inf
-        seen = np.flatnonzero(above)
-        if seen.size == 0:
+        pending = np.flatnonzero((bounds >= floor - _SLACK * (1 + abs(floor))) & unseen)
+        if pending.size == 0:
             break
+        few = pending.size <= most
+        if not few:
+            pending = np.sort(pending[np.argpartition(-bounds[pending], most)[:most]])
+        halves = noise.group_halves(seed, position, pending, purpose, base)
+        energy = noise.exponential(noise.uniform32(halves))
+        energy += minima[pending, None]
+        energy[np.arange(pending.size), owners[pending]] = np.inf  # they have their values already
+        found = table[pending] - torch.from_numpy(energy).log_().numpy()
+        tokens = np.concatenate([tokens, (pending[:, None] * GROUP + _IN_GROUP).ravel()])
+        values = np.concatenate([values, found.ravel()])
+        if few:
+            break
+        unseen[pending] = False
     return _largest(tokens, values, count)
-
-
-def _most_promising(bounds: Floats, count: int) -> Ids:
-    if count == 1 or bounds.size <= count:
-        return np.array([bounds.argmax()])
-    return np.sort(np.argpartition(bounds, -count)[-count:])
 
 
 def _nth_largest(values: Floats, count: int) -> float:

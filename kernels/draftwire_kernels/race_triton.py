@@ -59,6 +59,19 @@ def first_of_largest(X_ptr, Group_ptr, largest, groups, n_cols, G: tl.constexpr)
 
 
 @triton.jit
+def log_left(log_target, draft):
+    """log of what draft leaves of exp(log_target), relative to it: log(1 - draft / target) or -inf.
+
+    In log space: where the two are nearly equal, 1 - exp(r) by its series keeps every digit of r.
+    """
+    r = tl.log(draft) - log_target
+    series = 0.5 + r * (0.16666667 + r * (0.041666668 + r * (0.008333334 + r * 0.0013888889)))
+    gap = tl.where(r > -0.25, -r * (1.0 + r * series), 1.0 - tl.exp(r))
+    left = tl.where(r < 0.0, tl.log(tl.maximum(gap, 1e-38)), float("-inf"))
+    return tl.where(draft > 0.0, left, 0.0)
+
+
+@triton.jit
 def race(
     X_ptr,
     Group_ptr,
@@ -71,10 +84,19 @@ def race(
     purpose,
     n_cols,
     groups,
+    Ids_ptr,
+    Probs_ptr,
+    entries,
+    log_scale,
     G: tl.constexpr,
     OPEN: tl.constexpr,
+    DRAFT: tl.constexpr,
 ):
-    """Token with the largest score + gumbel among the kept ones, the lowest id of equals, and its score."""
+    """Token with the largest score + gumbel among the kept ones, lowest id of equals; its score.
+
+    DRAFT 1 (sparse) or 2 (dense): the race is over what the first `entries` of draft_probs leave of
+    exp(score + log_scale); the token is NO_CUT where they leave nothing.
+    """
     ROWS: tl.constexpr = G // OPEN
     group = tl.arange(0, ROWS)[:, None] * OPEN + tl.arange(0, OPEN)[None, :]
     word = tl.reshape(group_words(G // 4, position, base, seed, purpose), [ROWS, OPEN])
@@ -100,7 +122,18 @@ def race(
         )
         s = divide(x, temperature)
         kept = ((s > pivot) | ((s == pivot) & (token <= cut))) & (s > float("-inf"))
-        value = s + group_gumbel(opened, OPEN, position, base, seed, purpose)
+        left = s
+        if DRAFT != 0:
+            if DRAFT == 1:
+                draft = tl.zeros([OPEN, 64], tl.float32)
+                for entry in range(entries):
+                    prob = tl.load(Probs_ptr + entry)
+                    draft = tl.where(token == tl.load(Ids_ptr + entry), prob, draft)
+            else:
+                draft = tl.load(Probs_ptr + token, mask=live[:, None] & (token < n_cols), other=0.0)
+            left = s + log_left(s + log_scale, draft)
+            kept = kept & (left > float("-inf"))
+        value = left + group_gumbel(opened, OPEN, position, base, seed, purpose)
         value = tl.where(kept, value, float("-inf"))
         found = tl.max(tl.max(value, axis=1), axis=0)
         won = kept & (value == found)
@@ -176,8 +209,13 @@ def _draw_kernel(
                     purpose,
                     n_cols,
                     groups,
+                    X_ptr,
+                    X_ptr,
+                    0,
+                    0.0,
                     G,
                     OPEN,
+                    0,
                 )
                 logprob = score - log_total
             else:

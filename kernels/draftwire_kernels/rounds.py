@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from draftwire_kernels.checks import expect
+from draftwire_kernels.draft_probs import DraftProbs
 from draftwire_kernels.sampling import Sampling
 from draftwire_kernels.tree import TokenTree
 
@@ -112,6 +113,10 @@ class RoundTrees:
     """Most rows of one session, or a bound on it."""
     deepest: int
     """Largest depth, or a bound on it."""
+    lengths: tuple[int, ...]
+    """Nodes of each session's tree, on the host."""
+    chains: bool
+    """Whether every tree is a chain."""
 
     @property
     def sessions(self) -> int:
@@ -158,4 +163,45 @@ def round_trees(
         row_start=torch.tensor(start, dtype=torch.int32).to(device, non_blocking=True),
         widest=max(widest, rows),
         deepest=max(deepest, deep),
+        lengths=tuple(map(len, trees)),
+        chains=all(tree.parents == tuple(range(-1, len(tree) - 1)) for tree in trees),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRows:
+    """draft_probs of a round of chains, on the device of the logits.
+
+    Row i of a session is what its node i, the token of row i + 1, was sampled from; the last row of a
+    session and rows of no session are zero.
+    """
+
+    ids: torch.Tensor | None
+    """[rows, K] int32 token ids of the entries, -1 where there is none; None: entry v is token v."""
+    probs: torch.Tensor
+    """[rows, K] or [rows, V] fp32."""
+
+
+def draft_rows(drafts: Sequence[DraftProbs], trees: RoundTrees, vocab_size: int) -> DraftRows:
+    """Pack the draft_probs of a round's sessions: all dense, or all sparse (one-hot and mixture are).
+
+    Raises KernelArgumentError for a mix, or a number of rows that is not the tree's.
+    """
+    expect(len(drafts) == trees.sessions, "drafts", trees.sessions, len(drafts))
+    dense = [draft.ids is None for draft in drafts]
+    expect(all(dense) or not any(dense), "drafts", "all dense or all sparse", dense)
+    rows = trees.token.shape[0]
+    wide = all(dense) and bool(drafts)
+    width = vocab_size if wide else max((draft.probs.shape[1] for draft in drafts), default=1)
+    probs = torch.zeros(rows, width)
+    ids = None if wide else torch.full((rows, width), -1, dtype=torch.int32)
+    first = 0
+    for session, draft in enumerate(drafts):
+        n, k = draft.probs.shape
+        probs[first : first + n, :k] = torch.from_numpy(draft.probs)
+        if ids is not None and draft.ids is not None:
+            ids[first : first + n, :k] = torch.from_numpy(draft.ids)
+        expect(n == trees.lengths[session], f"drafts[{session}]", trees.lengths[session], n)
+        first += n + 1
+    device = trees.token.device
+    return DraftRows(None if ids is None else ids.to(device), probs.to(device))

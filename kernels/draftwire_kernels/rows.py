@@ -119,17 +119,22 @@ def _filter(row: Floats, sampling: Sampling) -> Floats:
 def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, top_p: float) -> Ids:
     """The shortest prefix, by score and then id, that reaches top_p among `ids` (None: all)."""
     if ids is not None:
-        weights = np.exp((row[ids] - largest).astype(np.float64))
-        return ids[_first(row[ids], _prefix(row[ids], largest, top_p * float(weights.sum())))]
-    exponents = torch.from_numpy(row - largest)
-    need = top_p * float(exponents.exp_().sum())
-    weights = exponents.numpy()
-    count = 16
-    while True:
+        values = row[ids]
+        need = top_p * float(_weights(values, largest).sum(dtype=np.float64))
+        return ids[_first(values, _prefix(values, largest, need))]
+    weights = _weights(row, largest)
+    need = top_p * float(torch.from_numpy(weights).sum())
+    # Few tokens hold most of a model's row; only a flat row is sorted as a whole.
+    for count in (16, 128):
         ids = _at_least(row, maxima, count)
-        if ids.size == row.size or float(weights[ids].sum()) >= need:
+        if float(weights[ids].sum()) >= need:
             return ids[_first(row[ids], _prefix(row[ids], largest, need))]
-        count *= 8
+    return _first(row, _prefix(row, largest, need))
+
+
+def _weights(values: Floats, largest: np.float32) -> Floats:
+    weights: Floats = torch.from_numpy(values - largest).exp_().numpy()
+    return weights
 
 
 def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
@@ -146,10 +151,8 @@ def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
 
 def _prefix(values: Floats, largest: np.float32, need: float) -> int:
     """How many of the values, largest first, it takes for exp(value - largest) to sum to `need`."""
-    ordered = np.sort(values)[::-1]
-    sums = np.cumsum(np.exp((ordered - largest).astype(np.float64)))
-    # The sums differ from the row's fp32 total in the last bits: a need just out of reach means all
-    # of them.
+    sums = np.cumsum(_weights(np.sort(values)[::-1], largest), dtype=np.float64)
+    # A need just out of reach, by the last bits of the row's fp32 total, means all of them.
     return min(int(np.searchsorted(sums, need)) + 1, values.size)
 
 

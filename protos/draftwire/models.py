@@ -1,14 +1,22 @@
 """Where a model's files are.
 
-Knows: how a name given by a user (folder, Hugging Face id, GGUF file, Python package that carries a GGUF) becomes a folder
-and a file name that `transformers` can load. Does not know: torch, transformers, or what is inside the files.
+Knows: how a name given by a user (folder, Hugging Face id, GGUF file, Python package that carries a
+GGUF) becomes a folder and a file name that `transformers` can load. Does not know: torch,
+transformers, or what is inside the files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
 import importlib.util
+import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftwire.errors import InvalidArgument
 
@@ -17,7 +25,8 @@ PACKAGE_PREFIX = "package:"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model as `from_pretrained` wants it: `location` is a folder or a hub id, `gguf_file` a name inside the folder."""
+    """A model as `from_pretrained` wants it: `location` is a folder or a hub id, `gguf_file` a name
+    inside the folder."""
 
     name: str
     location: str
@@ -32,9 +41,10 @@ class ModelSource:
 def resolve(name: str) -> ModelSource:
     """Turn `name` into a ModelSource.
 
-    Accepts a folder, a path to a `.gguf` file, `package:NAME` (a Python package that carries one GGUF file; it is found
-    without importing it, since importing may pull in libraries that are not wanted), or else a Hugging Face id.
-    Raises InvalidArgument naming the field `model` if a path or package does not exist.
+    Accepts a folder, a path to a `.gguf` file, `package:NAME` (a Python package that carries one
+    GGUF file; it is found without importing it, since importing may pull in libraries that are not
+    wanted), or else a Hugging Face id. Raises InvalidArgument naming the field `model` if a path or
+    package does not exist.
     """
     if name.startswith(PACKAGE_PREFIX):
         return _in_package(name)
@@ -69,3 +79,63 @@ def _in_package(name: str) -> ModelSource:
             "model", name, f"a package with exactly one .gguf file, this one has {len(files)}"
         )
     return ModelSource(files[0].stem, str(files[0].parent), files[0].name)
+
+
+def unpacked(source: ModelSource) -> ModelSource:
+    """`source` as a folder of safetensors and tokenizer files: a GGUF is dequantised to float32
+    once and kept in the cache.
+
+    The cache is DRAFTWIRE_CACHE_DIR, else $XDG_CACHE_HOME/draftwire, else ~/.cache/draftwire. Other
+    sources are returned as they are.
+    """
+    if source.gguf_file is None:
+        return source
+    file = Path(source.location) / source.gguf_file
+    folder = cache_folder() / "unpacked" / _key(file)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder.parent))
+        try:
+            _unpack(source, scratch)
+            # Another process may have been quicker; its folder is as good.
+            with contextlib.suppress(OSError):
+                scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return ModelSource(source.name, str(folder))
+
+
+def cache_folder() -> Path:
+    """Where unpacked models are kept."""
+    if chosen := os.environ.get("DRAFTWIRE_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftwire"
+
+
+def _key(file: Path) -> str:
+    """Changes with the file and with the library that reads it."""
+    stat = file.stat()
+    version = importlib.metadata.version("transformers")
+    text = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{version}"
+    return f"{file.stem}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _unpack(source: ModelSource, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"gguf_file": source.gguf_file, "dtype": torch.float32}
+    # Newer transformers keep GGUF weights packed unless told otherwise.
+    with contextlib.suppress(ImportError):
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source.location, **options)
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.location, gguf_file=source.gguf_file).save_pretrained(
+        folder
+    )

@@ -1,4 +1,4 @@
-"""What the client's tests share: both clients behind one face, and certificates.
+"""What the client's tests share: both clients behind one face, the command, and certificates.
 
 `either` runs a test once with Client and once with AsyncClient; tests of what only one of them can
 do use that one directly.
@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from click.testing import Result as Ran
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from draftwire_client import AsyncClient, Chunk, Client, Result
+from draftwire_client.cli import app
 from draftwire_client.testing import Reply, ScriptedVerifier
 
 
@@ -155,3 +158,14 @@ def _sign(
 def authority(tmp_path: Path) -> Authority:
     """An authority of this test."""
     return make_authority(tmp_path / "tls")
+
+
+def run(*arguments: str, stdin: str | bytes | None = None, **env: str) -> Ran:
+    """The command `draftwire` in this process."""
+    return CliRunner().invoke(app, list(arguments), input=stdin, env=env)
+
+
+def at(server: ScriptedVerifier, *arguments: str, **options: Any) -> Ran:
+    """The command with that server as its target."""
+    command, *rest = arguments
+    return run(command, "--target", server.target, *rest, **options)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,12 @@ from draftwire.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
-    Unauthenticated,
     Unavailable,
 )
-from draftwire.v1 import types_pb2, verifier_pb2
+from draftwire.v1 import verifier_pb2
 from draftwire_client import (
     FinishReason,
-    HealthStatus,
     RetryConfig,
-    TLSConfig,
     describe,
     partial_of,
 )
@@ -38,11 +33,10 @@ from draftwire_client.testing import (
     Say,
     ScriptedVerifier,
     Send,
-    ServerTLS,
     Start,
 )
 
-from .conftest import Authority, Either, make_authority
+from .conftest import Either
 
 Serve = Callable[..., ScriptedVerifier]
 TEXT = "Grüße, 世界 🌍!"
@@ -156,6 +150,16 @@ def test_a_servers_error_arrives_as_its_class_with_all_it_says(
         )
 
 
+def test_an_error_is_described_in_one_line_with_the_parts_it_has() -> None:
+    assert describe(InvalidArgument("text", "", "at least one token", "no\ntext")) == (
+        "INVALID_FIELD: no text (field=text, limit=at least one token, value=empty)"
+    )
+    assert (
+        describe(ResourceExhausted("QUEUE_FULL", "full", limit=4)) == "QUEUE_FULL: full (limit=4)"
+    )
+    assert describe(Internal("INTERNAL_ERROR", "see the log")) == "INTERNAL_ERROR: see the log"
+
+
 def test_the_next_request_is_served_after_an_error(either: Either, serve: Serve) -> None:
     server = serve(Reply.failing(ERRORS[0]), Reply.of("fine"))
     with pytest.raises(InvalidArgument):
@@ -224,16 +228,6 @@ def test_a_retry_asked_for_past_the_deadline_fails_at_once(either: Either, serve
     assert len(server.calls) == 1
 
 
-def test_a_server_that_is_not_there_is_unreachable(either: Either) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        target = f"127.0.0.1:{taken.getsockname()[1]}"
-        for method, *arguments in (("generate", "hi"), ("info",), ("health",)):
-            with pytest.raises(Unavailable) as caught:
-                either.call(target, method, *arguments, connect=QUICK)
-            assert caught.value.reason == "UNREACHABLE"
-
-
 def test_a_stream_that_ends_without_its_last_message_is_an_error(
     either: Either, serve: Serve
 ) -> None:
@@ -273,99 +267,6 @@ def test_a_message_over_the_clients_limit_names_the_option(either: Either, serve
         either.call(server.target, "generate", "hi", connect={"max_message_bytes": 1024})
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
     assert caught.value.metadata["option"] == "max_message_bytes"
-
-
-def test_health_tells_every_state(either: Either, serve: Serve) -> None:
-    server = serve()
-    assert either.call(server.target, "health") is HealthStatus.SERVING
-    assert either.call(server.target, "health", "draftwire.v1.Verifier") is HealthStatus.SERVING
-    assert either.call(server.target, "health", "nobody") is HealthStatus.SERVICE_UNKNOWN
-    server.set_health(HealthStatus.NOT_SERVING)
-    assert either.call(server.target, "health") is HealthStatus.NOT_SERVING
-
-
-def test_a_server_behind_a_name_that_is_not_serving_still_tells_health_and_info(
-    either: Either, serve: Serve
-) -> None:
-    server = serve(info=verifier_pb2.VerifierGetInfoResponse(draining=True))
-    server.set_health(HealthStatus.NOT_SERVING)
-    target = f"dns:///localhost:{server.target.rpartition(':')[2]}"
-    assert either.call(target, "health") is HealthStatus.NOT_SERVING
-    assert either.call(target, "info").draining
-    with pytest.raises(Unavailable):
-        either.call(target, "generate", "hi", connect=QUICK)
-    assert server.calls == []
-
-
-def test_info_is_read_and_its_errors_are_typed(either: Either, serve: Serve) -> None:
-    info = verifier_pb2.VerifierGetInfoResponse(model=types_pb2.ModelIdentity(name="tiny"))
-    assert either.call(serve(info=info).target, "info").model.name == "tiny"
-    broken = serve(info=Internal("INTERNAL_ERROR", "see the log"))
-    with pytest.raises(Internal, match="see the log"):
-        either.call(broken.target, "info")
-
-
-def test_a_token_is_sent_and_a_wrong_one_refused(either: Either, serve: Serve) -> None:
-    server = serve(token=TOKEN)
-    result = either.call(server.target, "generate", "hi", connect={"token": TOKEN})
-    assert result.text == "Hello, wörld."
-    for connect in ({}, {"token": "wrong"}):
-        for method, *arguments in (("generate", "hi"), ("info",)):
-            with pytest.raises(Unauthenticated) as caught:
-                either.call(server.target, method, *arguments, connect=connect)
-            assert caught.value.reason == "TOKEN_REFUSED"
-    assert either.call(server.target, "health") is HealthStatus.SERVING
-    assert len(server.calls) == 1
-
-
-def test_tls_needs_the_right_authority(
-    either: Either, serve: Serve, authority: Authority, tmp_path: Path
-) -> None:
-    cert, key = authority.pair("verifier.test")
-    server = serve(tls=ServerTLS(cert, key), token=TOKEN)
-    connect: dict[str, Any] = {"tls": TLSConfig(ca=authority.ca), "token": TOKEN}
-    assert either.call(server.target, "generate", "hi", connect=connect).text == "Hello, wörld."
-    named = {"tls": TLSConfig(ca=authority.ca, server_name="verifier.test"), "token": TOKEN}
-    assert either.call(server.target, "health", connect=named) is HealthStatus.SERVING
-    stranger = make_authority(tmp_path / "other")
-    for tls in (TLSConfig(ca=stranger.ca), TLSConfig(), None):
-        with pytest.raises(Unavailable):
-            either.call(server.target, "health", connect={"tls": tls})
-
-
-def test_mutual_tls_needs_the_clients_certificate(
-    either: Either, serve: Serve, authority: Authority
-) -> None:
-    cert, key = authority.pair("verifier.test")
-    own_cert, own_key = authority.pair("backend.test")
-    server = serve(tls=ServerTLS(cert, key, client_ca=authority.ca))
-    mutual = TLSConfig(ca=authority.ca, cert=str(own_cert), key=str(own_key))
-    assert either.call(server.target, "health", connect={"tls": mutual}) is HealthStatus.SERVING
-    with pytest.raises(Unavailable):
-        either.call(server.target, "health", connect={"tls": TLSConfig(ca=authority.ca)})
-
-
-def test_a_unix_socket_is_a_target(either: Either, serve: Serve, tmp_path: Path) -> None:
-    server = serve(listen=f"unix:{tmp_path}/v.sock", token=TOKEN)
-    result = either.call(server.target, "generate", "hi", connect={"token": TOKEN})
-    assert result.text == "Hello, wörld."
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "kind"),
-    [
-        ("10.0.0.1:7450", {}, FailedPrecondition),
-        ("10.0.0.1:7450", {"token": "t", "allow_insecure": True}, FailedPrecondition),
-        ("nonsense", {}, InvalidArgument),
-        ("127.0.0.1:1", {"tls": TLSConfig(ca="/no/such/file")}, InvalidArgument),
-        ("127.0.0.1:1", {"timeout": -1}, InvalidArgument),
-    ],
-)
-def test_connect_refuses_by_name_what_cannot_work(
-    either: Either, target: str, options: dict[str, Any], kind: type[DraftwireError]
-) -> None:
-    with pytest.raises(kind):
-        either.call(target, "health", connect=options)
 
 
 def test_type_errors_are_raised_before_anything_is_sent(either: Either, serve: Serve) -> None:

@@ -179,6 +179,25 @@ def test_a_cancelled_call_is_cleaned_up_at_once(serving, script, text):
     asyncio.run(asyncio.wait_for(main(), 30))
 
 
+def test_a_storm_of_cancels_leaves_no_call_behind(serving, script):
+    async def main():
+        service = script()
+        async with serving(service) as running, channel.open_channel(running.address) as connection:
+            await check(connection)
+            before = len(asyncio.all_tasks())
+            calls = [generate(connection, "forever") for _ in range(300)]
+            await asyncio.gather(*(call.read() for call in calls))
+            for call in calls:
+                call.cancel()
+            while len(service.closed) < 300:
+                await check(connection)
+            assert (await generate(connection, "hello").read()).delta.text == "hello"
+            while len(asyncio.all_tasks()) > before:
+                await check(connection)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_start_that_fails_ends_the_server_and_frees_the_service(serving, script):
     async def main():
         service = script(start_error=errors.FailedPrecondition("NO_MODEL", "no model there"))

@@ -10,8 +10,11 @@ import torch
 
 from drafter_service.cache import Context, ContextPool
 from drafter_service.draft_config import DraftConfig, parse
+from drafter_service.engine import Engine, EngineSettings, Lane, LaneLimits
+from drafter_service.messages import DraftSampling, Features, Open, Outcome, Step, StepResult
 from drafter_service.model import Block, DraftModel
 from drafter_service.random_weights import random_model, raw_config_for
+from drafter_service.tree import Part
 
 VOCAB = 97
 HIDDEN = 32
@@ -117,9 +120,8 @@ def naive_logits(
         p = f"layers.{i}.self_attn."
         normed = _norm(x, w[f"layers.{i}.input_layernorm.weight"], config)
         source = torch.cat([c, normed])  # the context is not normed
-        q, k, v = (
-            _linear(s, w, p + name) for s, name in zip((normed, source, source), _QKV, strict=True)
-        )
+        q = _linear(normed, w, p + "q_proj")
+        k, v = _linear(source, w, p + "k_proj"), _linear(source, w, p + "v_proj")
         heads = []
         for h in range(config.num_heads):
             part = slice(h * config.head_dim, (h + 1) * config.head_dim)
@@ -169,3 +171,81 @@ def _rope(x: torch.Tensor, position: torch.Tensor, config: DraftConfig) -> torch
         out[:, j] = a * torch.cos(angle) - b * torch.sin(angle)
         out[:, j + half] = b * torch.cos(angle) + a * torch.sin(angle)
     return out
+
+
+def settings_for(model: DraftModel, **changes: Any) -> EngineSettings:
+    """Engine settings for small tests."""
+    values: dict[str, Any] = {
+        "block_size": model.config.block_size,
+        "max_nodes": 16,
+        "parts": frozenset({Part.RANK_TREE, Part.NGRAM}),
+        "cache_rows": 4096,
+        "max_sessions": 32,
+        "max_context": model.config.max_position_embeddings,
+        "max_tokens": 4096,
+    }
+    return EngineSettings(**values | changes)
+
+
+class Bench:
+    """An engine stepped by hand, with lanes whose answers are collected."""
+
+    def __init__(self, model: DraftModel, **changes: Any) -> None:
+        self.engine = Engine(model, settings_for(model, **changes))
+        self.free = self.engine.pool.free_rows
+
+    def lane(self, **limits: Any) -> Lane:
+        """A new lane."""
+        values: dict[str, Any] = {"embedding_rows": VOCAB} | limits
+        return self.engine.add_lane(LaneLimits(**values), lambda result: None)
+
+    def step(self, *said: tuple[Lane, Step]) -> dict[Lane, StepResult]:
+        """One step over what the lanes said; at most one answer a lane."""
+        with torch.inference_mode():
+            answers = self.engine.step(said)
+        found = dict(answers)
+        assert len(found) == len(answers)
+        self.engine.pool.check_integrity()
+        return found
+
+    def assert_all_free(self) -> None:
+        """Nothing is held any more."""
+        assert self.engine.session_count == 0
+        assert self.engine.pool.free_rows == self.free
+        assert self.engine.pool.open_contexts == 0
+
+
+def opened(
+    session_id: int,
+    length: int,
+    *,
+    sequence: int = 1,
+    sampling: DraftSampling | None = None,
+    width: int = HIDDEN,
+    **changes: Any,
+) -> Step:
+    """A step that opens a session of `length` tokens with all its features."""
+    tokens = torch.randint(
+        0, VOCAB - 1, (length,), generator=torch.Generator().manual_seed(session_id)
+    )
+    message = Open(
+        session_id=session_id,
+        epoch=1,
+        base=length - 1,
+        token_ids=tokens.tolist(),
+        prompt_tokens=length,
+        sampling=sampling or DraftSampling(temperature=0.0),
+        **changes,
+    )
+    rows = Features(session_id, 1, 0, features(length - 1, width, seed=session_id))
+    return Step(sequence, opens=[message], features=[rows])
+
+
+def told(
+    session_id: int, previous: int, tokens: Sequence[int], *, sequence: int = 2, **changes: Any
+) -> Step:
+    """A step that reports an outcome with its features."""
+    rows = features(len(tokens), seed=1000 + previous)
+    base = previous + len(tokens)
+    message = Outcome(session_id, 1, base, previous, list(tokens), rows, **changes)
+    return Step(sequence, outcomes=[message])

@@ -18,7 +18,9 @@ def small_pool(rows: int = 16 * GRANULE) -> ContextPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Opens, grows, fills, crops and closes at random; each context knows what its rows should hold."""
+    """Opens, grows, fills, crops and closes at random; each context knows what its rows should
+    hold.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Every published variant of a DFlash checkpoint loads, or is refused by the name of what does not fit."""
+"""Every published variant of a DFlash checkpoint loads, or is refused by the name of what does not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +92,15 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "both fields beside, no dflash_config": (
         {"dflash_config": "absent", "mask_token_id": 5, "target_layer_ids": [2, 4]},
+        {"mask_token_id": 5, "target_layer_ids": (2, 4)},
+    ),
+    "another name with the fields beside": (
+        {
+            "architectures": ["SomeAssistantModel"],
+            "dflash_config": "absent",
+            "mask_token_id": 5,
+            "target_layer_ids": [2, 4],
+        },
         {"mask_token_id": 5, "target_layer_ids": (2, 4)},
     ),
     "sliding layers are causal": (

@@ -1,4 +1,6 @@
-"""The draft model against DFlash written out naively, and against itself under every way of batching."""
+"""The draft model against DFlash written out naively, and against itself under every way of
+batching.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
 def brute_force(tokens: list[int], count: int) -> tuple[list[int], int]:
-    """The latest earlier place of the last 4, 3 or 2 tokens, and what followed it; a continuation that
-    runs past the end goes on with itself."""
+    """The latest earlier place of the last 4, 3 or 2 tokens, and what followed it; a continuation
+    that runs past the end goes on with itself.
+    """
     for length in (4, 3, 2):
         for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[len(tokens) - length :]:

@@ -1,4 +1,6 @@
-"""Proposal trees: well-formed within their budget, ordered as promised, coupled to the target's noise."""
+"""Proposal trees: well-formed within their budget, ordered as promised, coupled to the target's
+noise.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,9 @@ def test_branches_alone_merge_their_chains_into_a_prefix_tree() -> None:
 
 
 def test_a_path_ranks_its_children_within_the_branches_that_agree_with_it() -> None:
-    """Branch 0 says 1 2, branch 1 says 3 4: after 3 the next token is 4, whatever branch 0 prefers."""
+    """Branch 0 says 1 2, branch 1 says 3 4: after 3 the next token is 4, whatever branch 0
+    prefers.
+    """
     sure = math.log(0.99)
     other = math.log(0.01)
     first = Ranked(np.array([[1, 3], [2, 4]]), np.array([[sure, other]] * 2, dtype=np.float32))

@@ -1,6 +1,8 @@
-"""The text is the same with or without speculation, whatever the drafter, the tree, the batch and the type of the weights.
+"""The text is the same with or without speculation, whatever the drafter, the tree, the batch and
+the type of the weights.
 
-Through the real services over real gRPC, on a small target with random weights (whose near-ties make it a harder case than a trained one).
+Through the real services over real gRPC, on a small target with random weights (whose near-ties
+make it a harder case than a trained one).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fakes import (  # noqa: E402
+from fakes import (
     OFF,
     Answer,
     Propose,
@@ -56,13 +58,19 @@ def expected(target: Path, texts: list[list[int]]) -> list[list[int]]:
     for prompt in texts:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            pad_token_id=0,
         )
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
 
-async def _many(stub: Any, requests: Sequence[tuple[Sequence[int], dict[str, Any]]], in_flight: int) -> list[Answer]:
+async def _many(
+    stub: Any, requests: Sequence[tuple[Sequence[int], dict[str, Any]]], in_flight: int
+) -> list[Answer]:
     gate = asyncio.Semaphore(in_flight)
 
     async def one(prompt: Sequence[int], fields: dict[str, Any]) -> Answer:
@@ -74,10 +82,14 @@ async def _many(stub: Any, requests: Sequence[tuple[Sequence[int], dict[str, Any
 
 def _check_counts(answer: Answer) -> None:
     stats, usage = answer.finished.acceptance, answer.finished.usage
-    assert stats.drafted_tokens == stats.accepted_tokens + stats.rejected_tokens + stats.discarded_tokens
+    assert (
+        stats.drafted_tokens
+        == stats.accepted_tokens + stats.rejected_tokens + stats.discarded_tokens
+    )
     assert usage.completion_tokens == len(answer.tokens) == sum(answer.chunks)
     assert sum(stats.accepted_per_position) == stats.accepted_tokens
-    # Each round gives its accepted tokens and one more, which the last one may have no room for; the first token comes with the prompt.
+    # Each round gives its accepted tokens and one more, which the last one may have no room for;
+    # the first token comes with the prompt.
     given = 1 + stats.rounds + stats.plain_rounds + stats.accepted_tokens
     assert 0 <= given - len(answer.tokens) <= 1
 
@@ -90,9 +102,16 @@ def test_greedy_fp32_equals_transformers_at_every_block_size(
 
     async def main() -> None:
         drafter = ScriptedDrafter(random_trees_on(whole))
-        async with scripted(drafter) as address, verifier(target, [address], max_nodes=16, draft_wait_ms=20000) as (_, stub):
+        async with (
+            scripted(drafter) as address,
+            verifier(target, [address], max_nodes=16, draft_wait_ms=20000) as (_, stub),
+        ):
             for block in (1, 2, 5, 8, 16):
-                answers = await _many(stub, [(p, {"speculation": {"max_block_size": block}}) for p in texts], in_flight)
+                answers = await _many(
+                    stub,
+                    [(p, {"speculation": {"max_block_size": block}}) for p in texts],
+                    in_flight,
+                )
                 assert [a.tokens for a in answers] == expected, f"block size {block}"
                 for answer in answers:
                     _check_counts(answer)
@@ -108,18 +127,23 @@ def test_greedy_fp32_equals_transformers_at_every_block_size(
 
 
 def random_trees_on(whole: Sequence[Sequence[int]], max_nodes: int = 64) -> Propose:
-    """Random trees of which about half lies on the true path of whichever text the session is in."""
+    """Random trees of which about half lies on the true path of whichever text the session is
+    in."""
 
     def propose(tokens: list[int], session: Any) -> Any:
         for index, text in enumerate(whole):
             if list(text[: len(tokens)]) == tokens:
-                return random_trees(256, max_nodes, seed=len(tokens) * 1000 + index, truth=text)(tokens, session)
+                return random_trees(256, max_nodes, seed=len(tokens) * 1000 + index, truth=text)(
+                    tokens, session
+                )
         return random_trees(256, max_nodes, seed=len(tokens))(tokens, session)
 
     return propose
 
 
-def _requests(texts: Sequence[list[int]], speculate: bool) -> Iterator[tuple[list[int], dict[str, Any]]]:
+def _requests(
+    texts: Sequence[list[int]], speculate: bool
+) -> Iterator[tuple[list[int], dict[str, Any]]]:
     for index, prompt in enumerate(texts):
         for sampling in ({"temperature": 0.0}, *SAMPLED):
             fields: dict[str, Any] = {"sampling": {**sampling, "seed": 11 + index}}
@@ -129,8 +153,11 @@ def _requests(texts: Sequence[list[int]], speculate: bool) -> Iterator[tuple[lis
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_do_not_depend_on_drafter_tree_or_batch(target: Path, texts: list[list[int]], dtype: str) -> None:
-    """T=0, T=1 and T=0.7/top-p/top-k with seeds: off and alone against random trees to 64 nodes, always right, always wrong."""
+def test_tokens_do_not_depend_on_drafter_tree_or_batch(
+    target: Path, texts: list[list[int]], dtype: str
+) -> None:
+    """T=0, T=1 and T=0.7/top-p/top-k with seeds: off and alone against random trees to 64 nodes,
+    always right, always wrong."""
     chosen = texts[:8]
 
     async def main() -> None:
@@ -147,7 +174,10 @@ def test_tokens_do_not_depend_on_drafter_tree_or_batch(target: Path, texts: list
             drafter = ScriptedDrafter(propose)
             async with (
                 scripted(drafter) as address,
-                verifier(target, [address], dtype=dtype, max_nodes=64, draft_wait_ms=20000) as (service, stub),
+                verifier(target, [address], dtype=dtype, max_nodes=64, draft_wait_ms=20000) as (
+                    service,
+                    stub,
+                ),
             ):
                 for in_flight in (1, 16):
                     answers = await _many(stub, list(_requests(chosen, True)), in_flight)
@@ -164,7 +194,9 @@ def test_tokens_do_not_depend_on_drafter_tree_or_batch(target: Path, texts: list
     asyncio.run(main())
 
 
-def test_tokens_are_the_same_when_sessions_are_preempted_for_lack_of_pages(target: Path, texts: list[list[int]]) -> None:
+def test_tokens_are_the_same_when_sessions_are_preempted_for_lack_of_pages(
+    target: Path, texts: list[list[int]]
+) -> None:
     async def main() -> None:
         requests = list(_requests(texts[:6], True))
         async with verifier(target) as (_, stub):
@@ -172,9 +204,12 @@ def test_tokens_are_the_same_when_sessions_are_preempted_for_lack_of_pages(targe
         whole = [p + a for (p, _), a in zip(requests, roomy, strict=True)]
         drafter = ScriptedDrafter(random_trees_on(whole))
         preempted = 0
-        async with scripted(drafter) as address, verifier(
-            target, [address], kv_tokens=320, max_nodes=16, draft_wait_ms=20000, max_sessions=16
-        ) as (service, stub):
+        async with (
+            scripted(drafter) as address,
+            verifier(
+                target, [address], kv_tokens=320, max_nodes=16, draft_wait_ms=20000, max_sessions=16
+            ) as (service, stub),
+        ):
             engine = service.engine
             assert engine is not None
             original = engine.scheduler._preempt
@@ -204,7 +239,10 @@ def test_a_prefix_found_in_the_cache_changes_nothing(target: Path, texts: list[l
                 fresh.append((await generate(stub, variant, stop=STOP)).tokens)
         whole = [v + f for v, f in zip(variants, fresh, strict=True)]
         drafter = ScriptedDrafter(always_right(whole))
-        async with scripted(drafter) as address, verifier(target, [address], draft_wait_ms=20000) as (_, stub):
+        async with (
+            scripted(drafter) as address,
+            verifier(target, [address], draft_wait_ms=20000) as (_, stub),
+        ):
             hits = []
             for variant, tokens in zip(variants, fresh, strict=True):
                 answer = await generate(stub, variant, stop=STOP)

@@ -12,7 +12,8 @@ from draftwire.codec import encode
 from draftwire.v1 import drafter_pb2, types_pb2
 from draftwire_kernels.sampling import Sampling
 from verifier_service.cache import CacheShape, PagedStore, PagePool
-from verifier_service.lanes import LaneFacts, Lanes
+from verifier_service.lane import LaneFacts
+from verifier_service.lanes import Lanes
 from verifier_service.session import Request, Session, Speculation
 
 VOCAB = 32
@@ -27,7 +28,9 @@ class Letters:
 class Port:
     """Records what is sent."""
 
-    def __init__(self, lane_id: int, credits: int = 4, limit: int = 1 << 20, layers: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self, lane_id: int, credits: int = 4, limit: int = 1 << 20, layers: tuple[int, ...] = (0,)
+    ) -> None:
         self.lane_id = lane_id
         self.facts = LaneFacts("t", "n", "w", True, layers, 8, 8, 1000, credits, False, limit)
         self.sent: list[drafter_pb2.StepRequest] = []
@@ -68,7 +71,9 @@ class Bench:
         )
 
     def session(self, number: int, prompt: int = 5, **options: object) -> Session:
-        speculation = Speculation(**{"enabled": True, "max_block_size": 8, "max_nodes": 16, **options})  # type: ignore[arg-type]
+        speculation = Speculation(
+            **{"enabled": True, "max_block_size": 8, "max_nodes": 16, **options}
+        )  # type: ignore[arg-type]
         request = Request(str(number), tuple(range(prompt)), Sampling(), 100, speculation)
         session = Session(number, request, VOCAB, Letters())
         session.slots = np.arange(16, 16 + 200)
@@ -84,14 +89,31 @@ class Bench:
         self.lanes.tell(session, before, len(tokens) - 1, len(tokens) > 1)
 
 
-def answer(bench: Bench, port: Port, session: Session, *, now: float, base: int | None = None, epoch: int = 1, sequence: int | None = None) -> None:
+def answer(
+    bench: Bench,
+    port: Port,
+    session: Session,
+    *,
+    now: float,
+    base: int | None = None,
+    epoch: int = 1,
+    sequence: int | None = None,
+) -> None:
     proposal = drafter_pb2.Proposal(
-        key=types_pb2.SessionKey(session_id=session.session_id, epoch=epoch, base_position=session.base if base is None else base),
+        key=types_pb2.SessionKey(
+            session_id=session.session_id,
+            epoch=epoch,
+            base_position=session.base if base is None else base,
+        ),
         tree=types_pb2.TokenTree(token_ids=[3, 4], parents=[-1, 0]),
         block_size=3,
     )
     ack = port.sent[-1].sequence if sequence is None else sequence
-    bench.lanes.response(port.lane_id, drafter_pb2.StepResponse(sequence=1, ack_sequence=ack, proposals=[proposal]), now)
+    bench.lanes.response(
+        port.lane_id,
+        drafter_pb2.StepResponse(sequence=1, ack_sequence=ack, proposals=[proposal]),
+        now,
+    )
 
 
 def test_one_message_a_step_carries_every_session() -> None:
@@ -103,7 +125,9 @@ def test_one_message_a_step_carries_every_session() -> None:
     bench.lanes.flush(0.0)
     assert [len(m.opens) for m in port.sent] == [16]
     assert all(o.key.base_position + 1 == len(o.token_ids) for o in port.sent[0].opens)
-    assert all(f.rows.shape[0] == s.base for f, s in zip(port.sent[0].features, sessions, strict=True))
+    assert all(
+        f.rows.shape[0] == s.base for f, s in zip(port.sent[0].features, sessions, strict=True)
+    )
     for s in sessions:
         bench.round(s)
     bench.lanes.flush(0.1)
@@ -127,16 +151,24 @@ def test_only_the_present_session_epoch_and_base_are_believed() -> None:
     assert s.stats.stale == 4
 
 
-@pytest.mark.parametrize("tree", [([40], [-1]), ([1, 2], [-1, 1]), ([1], [5]), ([1] * 17, [-1] * 17), ([1, 2], [-1])])
-def test_a_malformed_tree_is_counted_and_the_round_is_plain(tree: tuple[list[int], list[int]]) -> None:
+@pytest.mark.parametrize(
+    "tree", [([40], [-1]), ([1, 2], [-1, 1]), ([1], [5]), ([1] * 17, [-1] * 17), ([1, 2], [-1])]
+)
+def test_a_malformed_tree_is_counted_and_the_round_is_plain(
+    tree: tuple[list[int], list[int]],
+) -> None:
     bench, port = Bench(), Port(1)
     bench.lanes.lane_up(port)
     s = bench.session(1)
     bench.lanes.tell(s, s.base, 0, False)
     bench.lanes.flush(0.0)
     key = types_pb2.SessionKey(session_id=1, epoch=1, base_position=s.base)
-    message = drafter_pb2.Proposal(key=key, tree=types_pb2.TokenTree(token_ids=tree[0], parents=tree[1]))
-    bench.lanes.response(1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, proposals=[message]), 0.1)
+    message = drafter_pb2.Proposal(
+        key=key, tree=types_pb2.TokenTree(token_ids=tree[0], parents=tree[1])
+    )
+    bench.lanes.response(
+        1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, proposals=[message]), 0.1
+    )
     assert s.proposal is None
     assert bench.lanes.counters.malformed == 1
     assert bench.lanes.wait_until([s]) is None
@@ -153,7 +185,7 @@ def test_nodes_deeper_than_the_request_may_go_are_left_out() -> None:
     assert s.proposal.tree.tokens == (3,)
 
 
-def test_a_lost_lane_frees_its_sessions_and_they_open_elsewhere_with_a_new_epoch_and_all_features() -> None:
+def test_sessions_of_a_lost_lane_open_elsewhere_with_a_new_epoch_and_all_features() -> None:
     bench, first, second = Bench(), Port(1), Port(2)
     bench.lanes.lane_up(first)
     s = bench.session(1)
@@ -166,7 +198,11 @@ def test_a_lost_lane_frees_its_sessions_and_they_open_elsewhere_with_a_new_epoch
     bench.round(s)
     bench.lanes.flush(0.2)
     (opened,) = second.sent[0].opens
-    assert (opened.key.epoch, opened.key.base_position, list(opened.token_ids)) == (2, s.base, s.tokens)
+    assert (opened.key.epoch, opened.key.base_position, list(opened.token_ids)) == (
+        2,
+        s.base,
+        s.tokens,
+    )
     assert second.sent[0].features[0].rows.shape[0] == s.base
     bench.lanes.check()
 
@@ -237,12 +273,44 @@ def test_a_late_lane_is_not_waited_for_until_it_has_caught_up_and_then_less_ofte
         bench.lanes.give_up_waiting([s])
         bench.round(s)
         bench.lanes.flush(3.0)
-        bench.lanes.response(1, drafter_pb2.StepResponse(sequence=2, ack_sequence=port.sent[-1].sequence), 3.0)
+        bench.lanes.response(
+            1, drafter_pb2.StepResponse(sequence=2, ack_sequence=port.sent[-1].sequence), 3.0
+        )
         bench.round(s)
         bench.lanes.flush(3.1)
     assert bench.lanes.lanes[1].pause > 0
     assert bench.lanes.wait_until([s]) is None
     assert bench.lanes.counters.late >= 2
+
+
+def test_a_lane_slower_than_its_usual_time_is_given_more_time_after_a_while() -> None:
+    """Each answer comes a little after the wait for it ended: the measured round trip grows until
+    the wait is long enough."""
+    bench, port = Bench(longest_wait=9.0), Port(1, credits=9)
+    bench.lanes.lane_up(port)
+    s = bench.session(1)
+    now = 0.0
+    bench.lanes.tell(s, s.base, 0, False)
+    bench.lanes.flush(now)
+    answer(bench, port, s, now=0.001)
+    got = 0
+    for _ in range(200):
+        bench.round(s)
+        bench.lanes.flush(now)
+        until = bench.lanes.wait_until([s])
+        if until is not None and until >= now + 0.5:
+            answer(bench, port, s, now=now + 0.5)
+            got += s.proposal is not None
+        else:
+            base, sequence = s.base, port.sent[-1].sequence
+            bench.lanes.give_up_waiting([s])
+            bench.round(
+                s
+            )  # a plain round; its answer comes while the step runs and is heard of afterwards
+            bench.lanes.flush(now + 0.6)
+            answer(bench, port, s, now=now + 0.5, base=base, sequence=sequence)
+        now += 1.0
+    assert got > 50
 
 
 def test_the_usual_round_trip_bounds_the_wait() -> None:
@@ -272,15 +340,21 @@ def test_a_silent_lane_is_abandoned() -> None:
     assert not bench.lanes.lanes
 
 
-@pytest.mark.parametrize("kind", [drafter_pb2.FAULT_KIND_OUT_OF_SYNC, drafter_pb2.FAULT_KIND_UNKNOWN_SESSION])
-def test_a_fault_opens_the_session_again_at_once_the_first_time(kind: drafter_pb2.FaultKind) -> None:
+@pytest.mark.parametrize(
+    "kind", [drafter_pb2.FAULT_KIND_OUT_OF_SYNC, drafter_pb2.FAULT_KIND_UNKNOWN_SESSION]
+)
+def test_a_fault_opens_the_session_again_at_once_the_first_time(
+    kind: drafter_pb2.FaultKind,
+) -> None:
     bench, port = Bench(), Port(1)
     bench.lanes.lane_up(port)
     s = bench.session(1)
     bench.lanes.tell(s, s.base, 0, False)
     bench.lanes.flush(0.0)
     fault = drafter_pb2.SessionFault(key=types_pb2.SessionKey(session_id=1, epoch=1), kind=kind)
-    bench.lanes.response(1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, faults=[fault]), 0.1)
+    bench.lanes.response(
+        1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, faults=[fault]), 0.1
+    )
     bench.round(s)
     bench.lanes.flush(0.2)
     assert port.sent[-1].opens[0].key.epoch == 2
@@ -292,8 +366,12 @@ def test_no_room_keeps_the_session_plain_for_a_while() -> None:
     s = bench.session(1)
     bench.lanes.tell(s, s.base, 0, False)
     bench.lanes.flush(0.0)
-    fault = drafter_pb2.SessionFault(key=types_pb2.SessionKey(session_id=1, epoch=1), kind=drafter_pb2.FAULT_KIND_NO_ROOM)
-    bench.lanes.response(1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, faults=[fault]), 0.1)
+    fault = drafter_pb2.SessionFault(
+        key=types_pb2.SessionKey(session_id=1, epoch=1), kind=drafter_pb2.FAULT_KIND_NO_ROOM
+    )
+    bench.lanes.response(
+        1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, faults=[fault]), 0.1
+    )
     for _ in range(10):
         bench.round(s)
         bench.lanes.flush(0.2)

@@ -61,7 +61,9 @@ class Pages(RuleBasedStateMachine):
                 for index, (a, b) in enumerate(zip(pages, others, strict=False)):
                     if a == b:
                         end = (index + 1) * PAGE
-                        assert tokens[:end] == other[:end], "a shared page holds two different prefixes"
+                        assert tokens[:end] == other[:end], (
+                            "a shared page holds two different prefixes"
+                        )
 
 
 TestPages = Pages.TestCase

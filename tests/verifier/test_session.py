@@ -24,13 +24,19 @@ class Letters:
 
 
 def session(**fields: object) -> Session:
-    defaults = dict(
-        request_id="r", prompt=(0,), sampling=Sampling(), max_tokens=20, speculation=Speculation(True, 8, 16)
-    )
+    defaults = {
+        "request_id": "r",
+        "prompt": (0,),
+        "sampling": Sampling(),
+        "max_tokens": 20,
+        "speculation": Speculation(True, 8, 16),
+    }
     return Session(1, Request(**{**defaults, **fields}), len(LETTERS), Letters())  # type: ignore[arg-type]
 
 
-def play(tokens: Sequence[int], sizes: Sequence[int], context: int = 100, **fields: object) -> tuple[str, list[int], object]:
+def play(
+    tokens: Sequence[int], sizes: Sequence[int], context: int = 100, **fields: object
+) -> tuple[str, list[int], object]:
     """Commit `tokens` in blocks of the given sizes until the answer ends."""
     s = session(**fields)
     text, taken, at = "", [], 0
@@ -63,7 +69,12 @@ def test_an_answer_ends_at_the_same_token_whatever_the_blocks(
     max_tokens: int,
     context: int,
 ) -> None:
-    fields = dict(eos_ids=eos, stop_token_ids=stop_ids, stop_strings=tuple(stops), max_tokens=max_tokens)
+    fields = {
+        "eos_ids": eos,
+        "stop_token_ids": stop_ids,
+        "stop_strings": tuple(stops),
+        "max_tokens": max_tokens,
+    }
     plain = play(tokens, [1] * len(tokens), context, **fields)
     assert play(tokens, sizes, context, **fields) == plain
     assert len(plain[1]) <= max_tokens
@@ -73,13 +84,21 @@ def test_an_answer_ends_at_the_same_token_whatever_the_blocks(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"eos_ids": frozenset({2}), "stop_token_ids": frozenset({2})}, FinishReason.FINISH_REASON_EOS),
-        ({"stop_token_ids": frozenset({2}), "stop_strings": ("c",)}, FinishReason.FINISH_REASON_STOP_TOKEN),
+        (
+            {"eos_ids": frozenset({2}), "stop_token_ids": frozenset({2})},
+            FinishReason.FINISH_REASON_EOS,
+        ),
+        (
+            {"stop_token_ids": frozenset({2}), "stop_strings": ("c",)},
+            FinishReason.FINISH_REASON_STOP_TOKEN,
+        ),
         ({"stop_strings": ("c",), "max_tokens": 3}, FinishReason.FINISH_REASON_STOP_STRING),
         ({"max_tokens": 3}, FinishReason.FINISH_REASON_MAX_TOKENS),
     ],
 )
-def test_the_earlier_check_wins_when_several_meet_in_one_token(fields: dict[str, object], reason: int) -> None:
+def test_the_earlier_check_wins_when_several_meet_in_one_token(
+    fields: dict[str, object], reason: int
+) -> None:
     text, taken, ending = play([0, 1, 2, 3], [4], **fields)
     assert taken == [0, 1, 2]
     assert ending.reason == reason  # type: ignore[attr-defined]
@@ -106,7 +125,9 @@ def test_counts_add_up_when_the_text_ends_inside_an_accepted_path() -> None:
 
 
 @given(made=st.integers(0, 20), block=st.integers(1, 16), context=st.integers(2, 30))
-def test_a_path_never_commits_past_max_tokens_or_the_context(made: int, block: int, context: int) -> None:
+def test_a_path_never_commits_past_max_tokens_or_the_context(
+    made: int, block: int, context: int
+) -> None:
     s = session(speculation=Speculation(True, block, 16))
     s.tokens.extend([0] * min(made, context - 1))
     depth = s.drafts_allowed(context)

@@ -12,7 +12,7 @@ from draftwire_client.cli.failures import NOT_SERVING, NoConnection
 from draftwire_client.cli.options import connection_options, open_client
 from draftwire_client.enums import HealthStatus
 from draftwire_client.errors import DeadlineExceeded, describe
-from draftwire_client.types import Info, LaneInfo
+from draftwire_client.info import Info, LaneInfo
 
 
 @click.command()

@@ -117,8 +117,7 @@ class ScriptedVerifier:
             options=server_options(wire),
         )
         self._health = health.HealthServicer()
-        register: Any = verifier_pb2_grpc  # generated without types
-        register.add_VerifierServicer_to_server(_Servicer(self), self._server)
+        verifier_pb2_grpc.add_VerifierServicer_to_server(_Servicer(self), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_health(HealthStatus.SERVING)
         self.set_health(HealthStatus.SERVING, SERVICE)
