@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fakes import (
     OFF,
     ScriptedDrafter,
@@ -243,7 +241,7 @@ def test_one_that_hangs_is_left_alone_and_used_again_when_it_goes_on(
 def test_one_that_drains_hands_its_sessions_over(target: Path, checkpoint: Path) -> None:
     async def main() -> None:
         expected = await _plain(target)
-        async with drafters(checkpoint, 2) as (first, second):
+        async with drafters(checkpoint, 2) as (first, second):  # noqa: SIM117
             async with verifier(target, [first.address, second.address], draft_wait_ms=2000) as (
                 service,
                 stub,

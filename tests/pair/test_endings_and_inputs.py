@@ -4,7 +4,6 @@ services."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 import grpc
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fakes import (
     OFF,
     ScriptedDrafter,

@@ -8,15 +8,12 @@ make it a harder case than a trained one).
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from fakes import (
     OFF,
     Answer,
