@@ -63,7 +63,7 @@ gpu-check: ## The GPU tests with $(PYTHON) as it is: no .venv, no network; stubs
 	PYTHONPATH=.:protos:kernels:client $(PYTHON) -m pytest -m gpu --continue-on-collection-errors $(PYTEST_ARGS)
 
 demo: $(STUBS) ## Start drafter and verifier on this machine, stream three answers, stop
-	$(PY) -m verifier_service.demo
+	$(PY) -m draftwire_client.demo
 
 bench: $(STUBS) ## Make the benchmark results anew
 	$(PY) tests/bench/run.py

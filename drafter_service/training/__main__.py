@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from drafter_service.draft_config import CheckpointError
+from drafter_service.training.errors import TrainingError
 from draftwire.config import ConfigError, load
+from draftwire.errors import DraftwireError
 
 PROG = "draftwire-train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; 0 if all went well, 2 for settings that cannot be used."""
+    """Run a subcommand; 0 if all went well, 1 if it failed, 2 for settings that cannot be used."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         text = "".join(f"  {name:10s} {help}\n" for name, (_, help) in COMMANDS.items())
@@ -30,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{PROG} {words[0]}: {error}\n")
         return 2
+    except (CheckpointError, TrainingError, DraftwireError) as error:
+        sys.stderr.write(f"{PROG} {words[0]}: {error}\n")
+        return 1
     return 0
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from drafter_service.model import DraftModel, Layer
+from drafter_service.training.errors import TrainingError
 
 
-class NotAlike(Exception):
+class NotAlike(TrainingError):
     """The target's layers have other shapes than the drafter's; says which weight."""
 
 

@@ -6,6 +6,8 @@ trained is what is served. Does not know losses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,16 +15,21 @@ from torch.nn import functional as F
 from drafter_service.draft_config import DraftConfig, LayerAttention
 from drafter_service.model import DraftModel, Layer
 from drafter_service.rope import RotaryTable
+from drafter_service.training import flex
 from drafter_service.training.blocks import Batch, slot_positions, slot_tokens, visible
 
 
 class BlockNetwork(nn.Module):
     """A draft model and the frozen embedding it is trained with. The parameters are the model's."""
 
-    def __init__(self, model: DraftModel, embedding: torch.Tensor) -> None:
-        """embedding [rows, hidden]: the target's, frozen."""
+    def __init__(
+        self, model: DraftModel, embedding: torch.Tensor, *, use_flex: bool = False
+    ) -> None:
+        """embedding [rows, hidden]: the target's, frozen. `use_flex`: FlexAttention instead of a
+        dense mask, in layers without sinks.
+        """
         super().__init__()
-        self.model = model
+        self.model, self.use_flex = model, use_flex
         self.embedding: torch.Tensor
         self.register_buffer("embedding", embedding, persistent=False)
         self._rotary: RotaryTable | None = None
@@ -43,11 +50,10 @@ class BlockNetwork(nn.Module):
         of_context = rotary.at(positions, x.dtype)
         of_slots = rotary.at(slot_positions(batch).reshape(-1), x.dtype)
         masks: dict[LayerAttention, torch.Tensor] = {}
+        flex_masks: dict[LayerAttention, Any] = {}
         for index, layer in enumerate(self.model.layers):
             assert isinstance(layer, Layer)
             rule = config.layers[index]
-            if rule not in masks:
-                masks[rule] = visible(batch, rule)[:, None]
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
             own_k, own_v = attention.keys_values(normed, *of_slots)
@@ -55,7 +61,14 @@ class BlockNetwork(nn.Module):
             keys = torch.cat([_padded(past_k, used), _split(own_k, docs)], dim=2)
             values = torch.cat([_padded(past_v, used), _split(own_v, docs)], dim=2)
             queries = _split(attention.queries(normed, *of_slots).transpose(0, 1), docs)
-            mixed = _attend(queries, keys, values, masks[rule], attention.sink)
+            if self.use_flex and attention.sink is None:
+                if rule not in flex_masks:
+                    flex_masks[rule] = flex.block_mask(batch, rule)
+                mixed = _joined(flex.attend(queries, keys, values, flex_masks[rule]))
+            else:
+                if rule not in masks:
+                    masks[rule] = visible(batch, rule)[:, None]
+                mixed = _joined(_attend(queries, keys, values, masks[rule], attention.sink))
             x = x + attention.o_proj(mixed)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         hidden: torch.Tensor = self.model.norm(x)
@@ -88,22 +101,23 @@ def _attend(
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """queries [docs, heads, n, d]; keys, values [docs, kv_heads, m, d]; mask [docs, 1, n, m].
-    Returns [docs * n, heads * d].
+    Returns [docs, heads, n, d].
     """
     docs, heads, rows, width = queries.shape
+    group = heads // keys.shape[1]
+    keys = keys.repeat_interleave(group, dim=1)
+    values = values.repeat_interleave(group, dim=1)
     if sink is None:
-        group = heads // keys.shape[1]
-        keys = keys.repeat_interleave(group, dim=1)
-        values = values.repeat_interleave(group, dim=1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-    else:
-        group = heads // keys.shape[1]
-        keys = keys.repeat_interleave(group, dim=1)
-        values = values.repeat_interleave(group, dim=1)
-        scores = (queries @ keys.transpose(-1, -2)).float() * width**-0.5
-        scores = scores.masked_fill(~mask, float("-inf"))
-        # A sink is one more column of the softmax that carries no value.
-        column = sink.float().view(1, -1, 1, 1).expand(docs, -1, rows, 1)
-        weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
-        mixed = weights.to(values.dtype) @ values
-    return mixed.transpose(1, 2).reshape(docs * rows, heads * width)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+    scores = (queries @ keys.transpose(-1, -2)).float() * width**-0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    # A sink is one more column of the softmax that carries no value.
+    column = sink.float().view(1, -1, 1, 1).expand(docs, -1, rows, 1)
+    weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+    return weights.to(values.dtype) @ values
+
+
+def _joined(x: torch.Tensor) -> torch.Tensor:
+    """[docs, heads, n, d] -> [docs * n, heads * d]."""
+    docs, heads, rows, width = x.shape
+    return x.transpose(1, 2).reshape(docs * rows, heads * width)

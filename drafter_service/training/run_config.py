@@ -63,6 +63,9 @@ class TrainConfig:
     autocast: str = setting(
         "auto", help="products in bfloat16; auto: on GPUs", choices=("auto", "bfloat16", "off")
     )
+    attention: str = setting(
+        "auto", help="flex: FlexAttention; auto: on GPUs", choices=("auto", "flex", "mask")
+    )
     threads: int = setting(0, help="torch threads; 0: all cores", minimum=0, maximum=1024)
 
     def check(self) -> None:
@@ -75,6 +78,13 @@ class TrainConfig:
                 "",
                 "off with --objective al: prompts were not drawn by the target",
             )
+
+    @property
+    def use_flex(self) -> bool:
+        """Whether blocks attend through FlexAttention."""
+        return self.attention == "flex" or (
+            self.attention == "auto" and self.device.startswith("cuda")
+        )
 
     @property
     def bfloat16(self) -> bool:

@@ -18,12 +18,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from drafter_service.training.errors import TrainingError
+
 FORMAT = "draftwire-data/1"
 MANIFEST = "manifest.json"
 JOURNAL = "open.jsonl"
 
 
-class StoreError(Exception):
+class StoreError(TrainingError):
     """A data folder that cannot be used: says which file and what is wrong with it."""
 
 

@@ -64,7 +64,9 @@ class Trainer:
         self.raw_config, model = begin(config, target)
         self.model = model.to(self.device, torch.float32).train().requires_grad_(True)
         head = (target.embedding if target.head is None else target.head)[: target.vocab_size]
-        self.network = BlockNetwork(self.model, target.embedding.to(self.device).float())
+        self.network = BlockNetwork(
+            self.model, target.embedding.to(self.device).float(), use_flex=config.use_flex
+        )
         self.head = head.to(self.device).float()
         self.vocabulary = Vocabulary(
             most_used(self.training, target.vocab_size, config.vocabulary),

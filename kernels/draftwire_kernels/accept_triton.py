@@ -1,9 +1,9 @@
 """Rules that use draft_probs, on the device: `chain`, `mixture` (chain over branches) and `block`.
 
-Knows rounds of chains, their draft_probs (sparse, one-hot, mixture or dense) and the statistics pass.
-The rules are accept.py's: a coin for each drafted token, then one token from the residual or the
-target, with noise keyed (seed, position, purpose) and the round's base. Only the row where a session
-stops is opened for that token. Greedy sessions follow the argmax, as every rule does then.
+Knows rounds of chains, their draft_probs (sparse, one-hot, mixture or dense) and the statistics
+pass. The rules are accept.py's: a coin for each drafted token, then one token from the residual or
+the target, with noise keyed (seed, position, purpose) and the round's base. Only the row where a
+session stops is opened for that token. Greedy sessions follow the argmax, as every rule does then.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -13,18 +13,18 @@ import triton.language as tl
 
 from draftwire_kernels import noise
 from draftwire_kernels.accept import Rule
+from draftwire_kernels.block_triton import block_masses
 from draftwire_kernels.checks import expect, next_power_of_two
-from draftwire_kernels.filters_triton import divide, fold_spans, kept_tokens, row_edges
+from draftwire_kernels.filters_triton import kept_tokens
 from draftwire_kernels.noise_triton import coin
 from draftwire_kernels.race_triton import OPEN, first_of_largest, row_status
 from draftwire_kernels.resample_triton import resample_rows
 from draftwire_kernels.rounds import DraftRows, RoundTrees, RowParams
+from draftwire_kernels.scores_triton import divide, fold_spans, row_edges
 from draftwire_kernels.stats_triton import statistics
 from draftwire_kernels.walk_triton import Walks
 
 _COIN = tl.constexpr(noise.COIN)
-MASS_TILE = 4096
-"""Tokens of one program of the mass pass."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _judge_kernel(
     FILTERED: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """For each row: its status, and of the token drafted there log target / draft and log of its coin."""
+    """A row's status, and of the token drafted there log target / draft and the log of its coin."""
     row = tl.program_id(0).to(tl.int64)
     owner = tl.load(Owner_ptr + row)
     if owner >= 0:
@@ -104,65 +104,6 @@ def _judge_kernel(
             tl.store(Ratio_ptr + row, ratio)
             tl.store(Coin_ptr + row, tl.log(u))
             tl.store(Logprob_ptr + row, logprob)
-
-
-@triton.jit
-def _joint_kernel(Start_ptr, Ratio_ptr, Status_ptr, Joint_ptr):
-    """For each session: log P_i of its prefixes (block rule), -inf from the first excluded token on."""
-    session = tl.program_id(0)
-    first = tl.load(Start_ptr + session)
-    end = tl.load(Start_ptr + session + 1)
-    joint = tl.zeros([], tl.float32)
-    for row in range(first, end):
-        tl.store(Joint_ptr + row, joint)
-        if row + 1 < end:
-            ratio = tl.load(Ratio_ptr + row)
-            sound = tl.load(Status_ptr + row) == 0
-            joint = tl.where(sound, tl.minimum(joint + ratio, 0.0), float("-inf"))
-
-
-@triton.jit
-def _mass_kernel(
-    X_ptr,
-    Max_ptr,
-    Sum_ptr,
-    Pivot_ptr,
-    Cut_ptr,
-    Total_ptr,
-    Probs_ptr,
-    Joint_ptr,
-    Mass_ptr,
-    Owner_ptr,
-    Temperature_ptr,
-    n_cols,
-    row_stride,
-    spans,
-    parts,
-    TILE: tl.constexpr,
-    SPANS: tl.constexpr,
-    FILTERED: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
-    """Part of a row's sum of target_probs, or of (weight target - draft)+ where draft is dense."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    owner = tl.load(Owner_ptr + row)
-    if owner >= 0:
-        temperature = tl.load(Temperature_ptr + owner)
-        largest, total = fold_spans(Max_ptr, Sum_ptr, row, spans, temperature, SPANS)
-        pivot, cut, log_total = row_edges(
-            Pivot_ptr, Cut_ptr, Total_ptr, row, largest, total, temperature, FILTERED
-        )
-        token = part * TILE + tl.arange(0, TILE)
-        x = tl.load(X_ptr + row * row_stride + token, mask=token < n_cols, other=float("-inf"))
-        s = divide(x.to(tl.float32), tl.where(temperature > 0.0, temperature, 1.0))
-        kept = (s > pivot) | ((s == pivot) & (token <= cut))
-        mass = tl.where(kept, tl.exp(s - log_total), 0.0).to(tl.float64)
-        if not SPARSE:
-            draft = tl.load(Probs_ptr + row * n_cols + token, mask=token < n_cols, other=0.0)
-            weight = tl.exp(tl.load(Joint_ptr + row).to(tl.float64))
-            mass = tl.maximum(mass * weight - draft.to(tl.float64), 0.0)
-        tl.store(Mass_ptr + row * parts + part, tl.sum(mass, axis=0))
 
 
 @triton.jit
@@ -218,9 +159,8 @@ def _decide_kernel(
     going = (n > 0) & (status == 0)
     while going:
         ratio = tl.load(Ratio_ptr + first + accepted)
-        if BLOCK:
-            going = ratio > float("-inf")
-        else:
+        going = ratio > float("-inf")
+        if not BLOCK:
             going = tl.load(Coin_ptr + first + accepted) < ratio
         if going:
             accepted += 1
@@ -254,7 +194,8 @@ def _decide_kernel(
                     x = tl.load(X_ptr + row * row_stride + ids, mask=there, other=float("-inf"))
                     s = divide(x.to(tl.float32), tl.where(temperature > 0.0, temperature, 1.0))
                     kept = there & ((s > pivot) | ((s == pivot) & (ids <= cut)))
-                    # The mass pass added the same fp32 numbers in fp64, so that these come off whole.
+                    # The mass pass added the same fp32 numbers in fp64, so that these come off
+                    # whole.
                     target = tl.where(kept, tl.exp(s - log_total), 0.0).to(tl.float64)
                     above = tl.maximum(weight * target - probs.to(tl.float64), 0.0)
                     rest = tl.maximum(spare - tl.sum(target, axis=0), 0.0)
@@ -300,14 +241,13 @@ def accept_rows(
     stats = statistics(logits, params)
     kept = kept_tokens(logits, stats, params) if params.filtered else None
     groups, spans = stats.group_max.shape[1], stats.span_max.shape[1]
-    parts = -(-n_cols // MASS_TILE)
     device, deep = logits.device, trees.deepest
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def floats(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
     walks = Walks(
         count=ints(sessions),
@@ -321,9 +261,6 @@ def accept_rows(
         return walks
     ratio, coins, logprob, status = floats(rows), floats(rows), floats(rows), ints(rows)
     weight = floats(sessions)
-    # Arguments that a rule does not use point anywhere.
-    joint = floats(rows) if block else ratio
-    mass = floats(rows, parts, dtype=torch.float64) if block else ratio
     row_data = (stats.span_max, stats.span_sum)
     edges = (ratio, status, ratio) if kept is None else (kept.pivot, kept.cut, kept.log_total)
     drafted = (status if draft.ids is None else draft.ids, draft.probs)
@@ -355,27 +292,13 @@ def accept_rows(
         G=max(OPEN, next_power_of_two(groups)),
         ENTRIES=room,
         num_warps=1,
+        enable_fp_fusion=False,
         **same,
     )
+    # Arguments that a rule does not use point anywhere.
+    joint, mass = ratio, ratio
     if block:
-        _joint_kernel[(sessions,)](trees.row_start, ratio, status, joint, num_warps=1)
-        _mass_kernel[(rows, parts)](
-            logits,
-            *row_data,
-            *edges,
-            draft.probs,
-            joint,
-            mass,
-            params.owner,
-            params.temperature,
-            n_cols,
-            logits.stride(0),
-            spans,
-            parts,
-            TILE=MASS_TILE,
-            num_warps=4,
-            **same,
-        )
+        joint, mass = block_masses(logits, stats, kept, params, trees, draft, ratio, status)
     _decide_kernel[(sessions,)](
         logits,
         *row_data,
@@ -400,13 +323,14 @@ def accept_rows(
         logits.stride(0),
         spans,
         entries,
-        parts,
+        mass.shape[-1],
         deep,
         ENTRIES=room,
-        PARTS=next_power_of_two(parts),
+        PARTS=next_power_of_two(mass.shape[-1]),
         DEEP=next_power_of_two(deep + 1),
         BLOCK=block,
         num_warps=1,
+        enable_fp_fusion=False,
         **same,
     )
     resample_rows(logits, stats, kept, params, trees, draft, walks, weight)

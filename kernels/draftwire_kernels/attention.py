@@ -1,12 +1,12 @@
-"""Attention of a round's few query rows over paged KV: the plan of a forward and the dispatch by device.
+"""Attention of a round's few query rows over paged KV: a forward's plan and dispatch by device.
 
-Knows where keys lie (pages, the round's rows, the paths of a tree) and which backend computes. Knows
-nothing of models, sessions or sampling. The arithmetic is in attention_triton (CUDA), attention_cpu
-(everything else) and flash (flash-attn, for chains, where bits need not repeat).
+Knows where keys lie (pages, the round's rows, the paths of a tree) and which backend computes.
+Knows nothing of models, sessions or sampling. The arithmetic is in attention_triton (CUDA),
+attention_cpu (everything else) and flash (flash-attn, for chains, where bits need not repeat).
 
 Words. A session's *row* i of this forward is written at physical position base + i; row 0 is the
-anchor, row i + 1 is node i of the tree. Its *logical* position is base + depth. A query sees the keys
-of logical positions 0 .. base + depth: the context, then its own path.
+anchor, row i + 1 is node i of the tree. Its *logical* position is base + depth. A query sees the
+keys of logical positions 0 .. base + depth: the context, then its own path.
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ def plan(
 
     page_tables int32 [sessions, pages]; base[s] keys precede session s's rows; rows[s] is a number
     of rows in a chain or the parents of its rows (see `row_parents`). `pad_rows` rows without a
-    session follow. `max_rows` and `max_keys` may be given larger than needed so that a captured graph
-    can be replayed. Raises KernelArgumentError naming the argument.
+    session follow. `max_rows` and `max_keys` may be given larger than needed so that a captured
+    graph can be replayed. Raises KernelArgumentError naming the argument.
     """
     expect(page_tables.dtype == torch.int32, "page_tables", "int32", page_tables.dtype)
     expect(page_size >= 1, "page_size", ">= 1", page_size)
@@ -195,9 +195,9 @@ def paged_attention(
     query [rows, heads, head_dim]; pools [num_slots, kv_heads, head_dim] of the same dtype, heads a
     multiple of kv_heads; scale defaults to head_dim ** -0.5. Returns [rows, heads, head_dim].
     `invariant`: a row's bits depend on its own keys alone, whatever tree, batch or split it is in.
-    `fast` may use flash-attn (CUDA, chains) or one SDPA call (CPU), whose bits depend on the shapes.
-    Moves each session's keys and values once a tile of 64 (row, head of group) pairs, the queries and
-    the output. Raises KernelArgumentError.
+    `fast` may use flash-attn (CUDA, chains) or one SDPA call (CPU), whose bits depend on the
+    shapes. Moves each session's keys and values once a tile of 64 (row, head of group) pairs, the
+    queries and the output. Raises KernelArgumentError.
     """
     rows, heads, head_dim = _expect_pools(query, key_pool, value_pool, plan)
     factor = head_dim**-0.5 if scale is None else scale

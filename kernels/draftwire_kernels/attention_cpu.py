@@ -1,9 +1,9 @@
-"""Paged attention of a round's rows in plain torch: the specification of the kernel and the CPU's product.
+"""Paged attention of a round's rows in plain torch: the specification of the kernel, and for CPUs.
 
-Knows the plan of a forward and nothing of models. `attend` keeps a row's bits whatever tree, batch or
-split it is in, by the same means as the kernel: every product has one fixed shape (QUERY_TILE query
-rows by KEY_BLOCK keys), keys stand in logical order in blocks counted from position 0, and blocks are
-added in order. `attend_fast` is one SDPA call a session.
+Knows the plan of a forward and nothing of models. `attend` keeps a row's bits whatever tree, batch
+or split it is in, by the same means as the kernel: every product has one fixed shape (QUERY_TILE
+query rows by KEY_BLOCK keys), keys stand in logical order in blocks counted from position 0, and
+blocks are added in order. `attend_fast` is one SDPA call a session.
 """
 
 import torch
@@ -89,7 +89,8 @@ def _attend_session(
 def _items(
     plan: AttentionPlan, session: int, base: int, deepest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks of keys in order: slots [items, KEY_BLOCK] (-1: none), positions alike, branch [items] (-1: all)."""
+    """Blocks of keys in order: slots, positions [items, KEY_BLOCK], branch [items]; -1 is no key,
+    and every branch."""
     keys = base + deepest + 1
     blocks = -(-keys // KEY_BLOCK)
     shared = min(base // KEY_BLOCK, blocks)
@@ -121,7 +122,7 @@ def attend_fast(
     plan: AttentionPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Arguments and result as attention.paged_attention, numerics "fast": one SDPA call a session."""
+    """As attention.paged_attention with numerics "fast": one SDPA call a session."""
     out = torch.zeros_like(query)
     device = query.device
     for session in range(plan.base.shape[0]):

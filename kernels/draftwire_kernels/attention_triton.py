@@ -1,14 +1,15 @@
 """Paged attention of a round's rows in Triton: the chunk kernel, the fold of chunks, the launch.
 
-Knows the plan of a forward (attention.AttentionPlan) and nothing of models. Bits: a query's keys are
-taken in logical order, in blocks of KEY_BLOCK positions counted from position 0; a chunk of KEY_CHUNK
-positions is an online softmax from scratch, and chunks are folded left to right. One program may take
-one chunk (small batches; partials go through memory) or all of them (large batches): the operations
-on a row are the same ones in the same order, so the split is free to follow the load.
+Knows the plan of a forward (attention.AttentionPlan) and nothing of models. Bits: a query's keys
+are taken in logical order, in blocks of KEY_BLOCK positions counted from position 0; a chunk of
+KEY_CHUNK positions is an online softmax from scratch, and chunks are folded left to right. One
+program may take one chunk (small batches; partials go through memory) or all of them (large
+batches): the operations on a row are the same ones in the same order, so the split is free to
+follow the load.
 
-A tile holds 64 (row, head of the group) pairs whatever the number of rows, so that plain decoding and
-verification issue the same matrix instructions. Blocks that reach past `base` are taken once for each
-leaf of the tree, with the keys of that leaf's path; a row listens only to its own leaf.
+A tile holds 64 (row, head of the group) pairs whatever the number of rows, so that plain decoding
+and verification issue the same matrix instructions. Blocks that reach past `base` are taken once
+for each leaf of the tree, with the keys of that leaf's path; a row listens only to its own leaf.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -27,14 +28,14 @@ WHOLE_FROM_PROGRAMS = 132
 
 
 @triton.jit
-def _fold(m, l, acc, m_next, l_next, acc_next):
+def _fold(m, total, acc, m_next, total_next, acc_next):
     """Append a chunk's softmax state; the explicit fma keeps both kernels at the same rounding."""
     top = tl.maximum(m, m_next)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp2(m - safe), tl.exp2(m_next - safe)
-    l = tl.fma(l_next, new, l * old)  # noqa: E741
+    total = tl.fma(total_next, new, total * old)
     acc = tl.fma(acc_next, tl.broadcast_to(new[:, None], acc_next.shape), acc * old[:, None])
-    return top, l, acc
+    return top, total, acc
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def _attend_kernel(
         if UPCAST:
             q = q.to(tl.float32)
         m_all = tl.full([M], float("-inf"), tl.float32)
-        l_all = tl.zeros([M], tl.float32)
+        total_all = tl.zeros([M], tl.float32)
         acc_all = tl.zeros([M, BLOCK_D], tl.float32)
         last_chunk = chunk + 1
         if WHOLE:
@@ -124,7 +125,7 @@ def _attend_kernel(
             tail = tl.minimum(tl.maximum(base // N, first), last)
             shared = tail - first
             m = tl.full([M], float("-inf"), tl.float32)
-            l = tl.zeros([M], tl.float32)  # noqa: E741
+            total = tl.zeros([M], tl.float32)
             acc = tl.zeros([M, BLOCK_D], tl.float32)
             for item in range(shared + (last - tail) * n_leaves):
                 late = item - shared
@@ -165,7 +166,7 @@ def _attend_kernel(
                 safe = tl.where(top == float("-inf"), 0.0, top)
                 p = tl.exp2(s - safe[:, None])
                 shrink = tl.exp2(m - safe)
-                l = tl.fma(l, shrink, tl.sum(p, axis=1))  # noqa: E741
+                total = tl.fma(total, shrink, tl.sum(p, axis=1))
                 acc = acc * shrink[:, None]
                 m = top
                 v = tl.load(
@@ -178,12 +179,12 @@ def _attend_kernel(
                     p, v = p.to(tl.float32), v.to(tl.float32)
                 acc = tl.dot(p, v, acc, input_precision="ieee")
             if WHOLE:
-                m_all, l_all, acc_all = _fold(m_all, l_all, acc_all, m, l, acc)
+                m_all, total_all, acc_all = _fold(m_all, total_all, acc_all, m, total, acc)
             else:
-                m_all, l_all, acc_all = m, l, acc
+                m_all, total_all, acc_all = m, total, acc
         out_at = row.to(tl.int64) * HEADS + head
         if WHOLE:
-            out = acc_all / tl.where(live, l_all, 1.0)[:, None]
+            out = acc_all / tl.where(live, total_all, 1.0)[:, None]
             tl.store(
                 Out_ptr + (out_at * HEAD_DIM)[:, None] + d[None, :],
                 out.to(Out_ptr.dtype.element_ty),
@@ -192,7 +193,7 @@ def _attend_kernel(
         else:
             part = chunk.to(tl.int64) * n_rows * HEADS + out_at
             tl.store(ML_ptr + part * 2, m_all, mask=live)
-            tl.store(ML_ptr + part * 2 + 1, l_all, mask=live)
+            tl.store(ML_ptr + part * 2 + 1, total_all, mask=live)
             tl.store(Acc_ptr + (part * BLOCK_D)[:, None] + d[None, :], acc_all, mask=live[:, None])
 
 
@@ -220,17 +221,17 @@ def _fold_kernel(
     if session >= 0:
         chunks = (tl.load(Base_ptr + session) + tl.load(Depth_ptr + row)) // CHUNK + 1
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for chunk in range(chunks):
         part = (tl.full([], chunk, tl.int64) * n_rows + row) * HEADS + head
         m_next = tl.load(ML_ptr + part * 2, mask=live, other=float("-inf"))
-        l_next = tl.load(ML_ptr + part * 2 + 1, mask=live, other=0.0)
+        total_next = tl.load(ML_ptr + part * 2 + 1, mask=live, other=0.0)
         acc_next = tl.load(
             Acc_ptr + (part * BLOCK_D)[:, None] + d[None, :], mask=live[:, None], other=0.0
         )
-        m, l, acc = _fold(m, l, acc, m_next, l_next, acc_next)  # noqa: E741
-    out = acc / tl.where(live & (l > 0.0), l, 1.0)[:, None]
+        m, total, acc = _fold(m, total, acc, m_next, total_next, acc_next)
+    out = acc / tl.where(live & (total > 0.0), total, 1.0)[:, None]
     tl.store(
         Out_ptr + ((row * HEADS + head) * HEAD_DIM)[:, None] + d[None, :],
         out.to(Out_ptr.dtype.element_ty),

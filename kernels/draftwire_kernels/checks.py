@@ -1,4 +1,4 @@
-"""Checks of arguments shared by the kernels' launch functions: one error type and a few one-line tests.
+"""Checks of arguments that the kernels' launch functions share, and their error.
 
 Knows shapes and dtypes of torch tensors; knows no kernel, no service and no device.
 """

@@ -1,10 +1,10 @@
-"""Top-k, top-p and min-p of a round's rows, without sorting: the smallest score kept, found by bisection.
+"""Top-k, top-p and min-p of a round's rows without a sort: the smallest score kept, by bisection.
 
-Knows the statistics pass (group maxima) and the parameters of rows. The kept set of a row is written
-as two numbers: every token whose score is above `pivot`, and those equal to it up to id `cut`, since
-ties at the edge go to lower ids. Scores are logits / temperature, divided as IEEE does, the same as on
-the CPU. A search reads only groups of 64 tokens whose maximum is in range: for top-k those are the
-groups with the k largest maxima, a few KB of a row.
+Knows the statistics pass (group maxima) and the parameters of rows. The kept set of a row is
+written as two numbers: every token whose score is above `pivot`, and those equal to it up to id
+`cut`, since ties at the edge go to lower ids. Scores are logits / temperature, divided as IEEE
+does, the same as on the CPU. A search reads only groups of 64 tokens whose maximum is in range: for
+top-k those are the groups with the k largest maxima, a few KB of a row.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -16,13 +16,20 @@ import triton.language as tl
 
 from draftwire_kernels.checks import next_power_of_two
 from draftwire_kernels.rounds import RowParams
-from draftwire_kernels.stats_triton import RowStats, rescale
+from draftwire_kernels.scores_triton import (
+    NEAR,
+    NO_CUT,
+    divide,
+    fold_spans,
+    list_groups,
+    order,
+    read_groups,
+    unorder,
+)
+from draftwire_kernels.stats_triton import RowStats
 
-NO_CUT = 2**31 - 1
 _NO_CUT = tl.constexpr(NO_CUT)
 _LOWEST = tl.constexpr(-(2**31))
-NEAR = 32
-"""Groups read at once: a tile of 2,048 tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,79 +42,6 @@ class Kept:
     """[rows] int32."""
     log_total: torch.Tensor
     """[rows] fp32: log of the sum of exp(score) over kept tokens."""
-
-
-@triton.jit
-def order(x):
-    """fp32 to an int32 in the same order; -0 and 0 alike, NaN nowhere in particular."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def unorder(key):
-    """The fp32 of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def divide(x, temperature):
-    """Correctly rounded quotient, so that scores are the CPU's bits."""
-    return tl.div_rn(x, tl.zeros_like(x) + temperature)
-
-
-@triton.jit
-def fold_spans(Max_ptr, Sum_ptr, row, spans, temperature, SPANS: tl.constexpr):
-    """Largest logit of a row and the sum of exp((logit - largest) / temperature), NaN if it has NaN or +inf."""
-    span = tl.arange(0, SPANS)
-    m = tl.load(Max_ptr + row * spans + span, mask=span < spans, other=float("-inf"))
-    total = tl.load(Sum_ptr + row * spans + span, mask=span < spans, other=0.0)
-    top = tl.max(m, axis=0)
-    factor = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
-    return top, tl.sum(total * rescale(m, top, factor), axis=0)
-
-
-@triton.jit
-def row_edges(
-    Pivot_ptr, Cut_ptr, Total_ptr, row, largest, total, temperature, FILTERED: tl.constexpr
-):
-    """Pivot, cut and log of the total weight of a row; of all its tokens unless FILTERED."""
-    pivot = tl.full([], float("-inf"), tl.float32)
-    cut = tl.zeros([], tl.int32) + _NO_CUT
-    heat = tl.where(temperature > 0.0, temperature, 1.0)
-    log_total = divide(largest, heat) + tl.log(total)
-    if FILTERED:
-        if temperature > 0.0:
-            pivot = tl.load(Pivot_ptr + row)
-            cut = tl.load(Cut_ptr + row)
-            log_total = tl.load(Total_ptr + row)
-    return pivot, cut, log_total
-
-
-@triton.jit
-def list_groups(Group_ptr, List_ptr, groups, temperature, low, G: tl.constexpr):
-    """Write the groups whose maximum is at least `low`, ascending; returns how many."""
-    group = tl.arange(0, G)
-    top = tl.load(Group_ptr + group, mask=group < groups, other=float("-inf")).to(tl.float32)
-    listed = (order(divide(top, temperature)) >= low) & (group < groups)
-    flag = listed.to(tl.int32)
-    place = tl.cumsum(flag, axis=0) - flag
-    tl.debug_barrier()
-    tl.store(List_ptr + place, group, mask=listed)
-    tl.debug_barrier()
-    return tl.sum(flag, axis=0)
-
-
-@triton.jit
-def read_groups(X_ptr, List_ptr, first, count, n_cols, temperature, NEAR: tl.constexpr):
-    """Tokens and keys of NEAR listed groups; keys of no token are the lowest."""
-    which = first + tl.arange(0, NEAR)
-    group = tl.load(List_ptr + which, mask=which < count, other=0)
-    token = group[:, None] * 64 + tl.arange(0, 64)[None, :]
-    there = (which < count)[:, None] & (token < n_cols)
-    x = tl.load(X_ptr + token, mask=there, other=float("-inf")).to(tl.float32)
-    score = divide(x, temperature)
-    return token, tl.where(there, order(score), _LOWEST), there
 
 
 @triton.jit
@@ -134,10 +68,11 @@ def _search(
     NEAR: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """The shortest prefix (score down, then id up) of the tokens inside (edge, edge_cut) that weighs `need`.
+    """The shortest prefix (score down, then id up) of the tokens inside (edge, edge_cut) that
+    weighs `need`.
 
-    A token weighs 1 if COUNT, else exp(score - top). `low` is a key at or below the answer. Returns the
-    prefix's own edge and cut.
+    A token weighs 1 if COUNT, else exp(score - top). `low` is a key at or below the answer. Returns
+    the prefix's own edge and cut.
     """
     high = order(top)
     low = tl.minimum(low, high)
@@ -268,7 +203,8 @@ def _filter_kernel(
             )
         if sound & (top_p < 1.0):
             wanted = True
-            # Tokens below this line weigh less than 1 - top_p together, so the prefix ends above it.
+            # Tokens below this line weigh less than 1 - top_p together, so the prefix ends above
+            # it.
             least = top + tl.log((weight * (1.0 - top_p) / n_cols).to(tl.float32)) - 0.001
             edge, cut = _search(
                 X_ptr,
@@ -328,9 +264,9 @@ def _mass(
 def kept_tokens(logits: torch.Tensor, stats: RowStats, params: RowParams) -> Kept:
     """Edges of the kept sets of rows [rows, V] after `statistics` of the same rows.
 
-    Order of the filters: top-k, then top-p of what is left, then min-p of the largest. Reads the group
-    maxima and, a few times over, the groups in range: about 130 B a token kept by top-k (from L2);
-    top-p alone on a flat row reads the row several times.
+    Order of the filters: top-k, then top-p of what is left, then min-p of the largest. Reads the
+    group maxima and, a few times over, the groups in range: about 130 B a token kept by top-k (from
+    L2); top-p alone on a flat row reads the row several times.
     """
     rows, n_cols = logits.shape
     groups, spans = stats.group_max.shape[1], stats.span_max.shape[1]
@@ -366,5 +302,6 @@ def kept_tokens(logits: torch.Tensor, stats: RowStats, params: RowParams) -> Kep
             NEAR=NEAR,
             SPANS=next_power_of_two(spans),
             num_warps=8,
+            enable_fp_fusion=False,
         )
     return kept

@@ -1,8 +1,8 @@
 """flash-attn behind the attention interface: for chains on CUDA, where bits need not repeat.
 
-Knows the two packages, imported when first asked for: flash_attn_interface (FlashAttention 3, any page
-size) and flash_attn (FlashAttention 2, pages of a multiple of 256). Knows nothing of trees: those, and
-machines without either package, are attention_triton's.
+Knows the two packages, imported when first asked for: flash_attn_interface (FlashAttention 3, any
+page size) and flash_attn (FlashAttention 2, pages of a multiple of 256). Knows nothing of trees:
+those, and machines without either package, are attention_triton's.
 """
 
 import functools
@@ -29,7 +29,8 @@ def backend() -> ModuleType | None:
 
 
 def takes(query: torch.Tensor, plan: AttentionPlan) -> bool:
-    """Whether flash-attn can do this forward: half precision, chains, no padding rows, page size."""
+    """Whether flash-attn can do this forward: half precision, chains, no padding rows, page
+    size."""
     module = backend()
     if module is None or not plan.is_chain or plan.padded or plan.base.shape[0] == 0:
         return False

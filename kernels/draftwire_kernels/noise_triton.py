@@ -18,7 +18,8 @@ BLOCK = 1024
 
 @triton.jit
 def uniform58(word):
-    """The low 58 bits of a word to fp32 in (0, 1); each product is exact, so fusing changes nothing."""
+    """The low 58 bits of a word to fp32 in (0, 1); each product is exact, so fusing changes
+    nothing."""
     u = (word & 0x3FFFFFFFFFFFFFF).to(tl.int64).to(tl.float32) * 3.469446951953614e-18
     return tl.minimum(u + 1.734723475976807e-18, 0.999999940395355224609375)
 
@@ -32,7 +33,8 @@ def uniform32(half):
 
 @triton.jit
 def exponential(u):
-    """-log(1 - u), accurate for small u too: log1p by the quotient that cancels the rounding of 1 - u."""
+    """-log(1 - u), accurate for small u too: log1p by the quotient that cancels the rounding of 1 -
+    u."""
     keep = 1.0 - u
     lost = 1.0 - keep
     # For u below 2**-25, keep rounds to 1 and -log1p(-u) is u.
@@ -126,7 +128,7 @@ def token_gumbel(token, position, base, seed, purpose):
 def coin(position, purpose, base, seed):
     """One uniform in (0, 1): word 0 of block 1 at level 2. `position` a block or a scalar."""
     one = position.to(tl.uint64) * 0 + 1
-    w0, w1, w2, w3 = tl.philox_impl(
+    word, _, _, _ = tl.philox_impl(
         one,
         position.to(tl.uint64),
         one * 2,
@@ -135,7 +137,7 @@ def coin(position, purpose, base, seed):
         (one - 1) + purpose,
         10,
     )
-    return uniform58(w0)
+    return uniform58(word)
 
 
 @triton.jit
@@ -164,8 +166,8 @@ def gumbel_at(
 ) -> torch.Tensor:
     """noise.gumbel_rows on the device: row r is (seeds[r], positions[r]).
 
-    seeds (the bits of an unsigned 64-bit number), positions and bases int64 [rows]; token_ids int32 or
-    int64 [rows, k]. Returns fp32 [rows, k]. Moves token_ids and the result.
+    seeds (the bits of an unsigned 64-bit number), positions and bases int64 [rows]; token_ids int32
+    or int64 [rows, k]. Returns fp32 [rows, k]. Moves token_ids and the result.
     """
     expect(token_ids.ndim == 2, "token_ids", "[rows, k]", tuple(token_ids.shape))
     expect_dtype("token_ids", token_ids, (torch.int32, torch.int64))
@@ -175,7 +177,7 @@ def gumbel_at(
         n = ids.shape[1]
         zero = torch.zeros_like(positions) if bases is None else bases
         _gumbel_at_kernel[(ids.shape[0], -(-n // BLOCK))](
-            ids, out, seeds, positions, zero, n, purpose, BLOCK=BLOCK
+            ids, out, seeds, positions, zero, n, purpose, BLOCK=BLOCK, enable_fp_fusion=False
         )
     return out
 

@@ -1,12 +1,12 @@
 """Writing keys and values to their slots, and closing the gaps a tree leaves: dispatch by device.
 
-Knows pools, slots and page tables. Knows nothing of models or of who owns a page. A round's rows are
-written at physical positions base + row; of a tree only the accepted path stays, and `compact_path`
-moves its rows up to base + 1, base + 2, … so that position and place agree again.
+Knows pools, slots and page tables. Knows nothing of models or of who owns a page. A round's rows
+are written at physical positions base + row; of a tree only the accepted path stays, and
+`compact_path` moves its rows up to base + 1, base + 2, … so that position and place agree again.
 
 A row whose key or value holds a number that is not finite is quarantined as it is written: its key
-becomes NaN and its value 0. Attention masks keys exactly, but multiplies masked values by 0, and 0 times
-NaN would reach rows that never saw it.
+becomes NaN and its value 0. Attention masks keys exactly, but multiplies masked values by 0, and 0
+times NaN would reach rows that never saw it.
 """
 
 import torch
@@ -24,7 +24,8 @@ def write_rows(
     *,
     force_reference: bool = False,
 ) -> None:
-    """Scatter rows [rows, kv_heads, head_dim] to slots int64 [rows] of pools [num_slots, kv_heads, head_dim].
+    """Scatter rows [rows, kv_heads, head_dim] to slots int64 [rows] of pools [num_slots, kv_heads,
+    head_dim].
 
     Rows with slot -1 are left out. Moves each row once in and once out. Raises KernelArgumentError.
     """
@@ -54,9 +55,9 @@ def compact_path(
     """Move the rows of each session's accepted path to the places after the anchor, in all pools.
 
     pools [stacks, num_slots, kv_heads, head_dim]: keys and values of every layer, e.g. a view of
-    [layers, 2, …]. path int32 [sessions, D]: accepted nodes in order, then -1 (Walks.path); node i is row
-    i + 1, and a path's nodes ascend, so that no move overwrites a row still to be moved. Moves only rows
-    that are out of place. Raises KernelArgumentError.
+    [layers, 2, …]. path int32 [sessions, D]: accepted nodes in order, then -1 (Walks.path); node i
+    is row i + 1, and a path's nodes ascend, so that no move overwrites a row still to be moved.
+    Moves only rows that are out of place. Raises KernelArgumentError.
     """
     sessions = plan.base.shape[0]
     expect_shape("path", path, (sessions, None))

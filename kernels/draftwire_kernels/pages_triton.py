@@ -41,8 +41,8 @@ def _write_kernel(
         )
         sound = tl.max(tl.max(bad.to(tl.int32), axis=1), axis=0) == 0
         if not sound:
-            k = tl.full([BLOCK_H, BLOCK_D], float("nan"), K_ptr.dtype.element_ty)
-            v = tl.zeros([BLOCK_H, BLOCK_D], V_ptr.dtype.element_ty)
+            k = tl.full([BLOCK_H, BLOCK_D], float("nan"), tl.float32).to(K_ptr.dtype.element_ty)
+            v = tl.zeros([BLOCK_H, BLOCK_D], tl.float32).to(V_ptr.dtype.element_ty)
         at = slot * (HEADS * HEAD_DIM) + head * HEAD_DIM + d
         tl.store(KeyPool_ptr + at, k, mask=mask)
         tl.store(ValuePool_ptr + at, v, mask=mask)
@@ -106,6 +106,7 @@ def write_rows(
             BLOCK_H=next_power_of_two(heads),
             BLOCK_D=next_power_of_two(head_dim),
             num_warps=4,
+            enable_fp_fusion=False,
         )
 
 
@@ -129,4 +130,5 @@ def compact_path(pools: torch.Tensor, plan: AttentionPlan, path: torch.Tensor) -
             WIDTH=width,
             BLOCK=block,
             num_warps=4,
+            enable_fp_fusion=False,
         )

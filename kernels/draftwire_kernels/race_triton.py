@@ -1,9 +1,11 @@
-"""The target's draw of every row of a round: argmax of score + gumbel, without making all of the noise.
+"""The target's draw of every row of a round: argmax of score + gumbel, without making all of the
+noise.
 
-Knows the statistics pass, the kept sets of filters and the counter noise. Knows no tree. As `race` on
-the CPU: a group's best possible value is its largest score - log(its smallest exponential), so that
-groups are opened best bound first, sixteen at a time, until no bound reaches the best value found.
-A row of 151,936 tokens needs 594 Philox blocks for the bounds and about a hundred for the groups opened.
+Knows the statistics pass, the kept sets of filters and the counter noise. Knows no tree. As `race`
+on the CPU: a group's best possible value is its largest score - log(its smallest exponential), so
+that groups are opened best bound first, sixteen at a time, until no bound reaches the best value
+found. A row of 151,936 tokens needs 594 Philox blocks for the bounds and about a hundred for the
+groups opened.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -14,9 +16,10 @@ import triton
 import triton.language as tl
 
 from draftwire_kernels.checks import next_power_of_two
-from draftwire_kernels.filters_triton import NO_CUT, Kept, divide, fold_spans
+from draftwire_kernels.filters_triton import Kept
 from draftwire_kernels.noise_triton import group_gumbel, group_words, minimum_of
 from draftwire_kernels.rounds import RowParams
+from draftwire_kernels.scores_triton import NO_CUT, divide, fold_spans
 from draftwire_kernels.stats_triton import RowStats
 
 _NO_CUT = tl.constexpr(NO_CUT)
@@ -67,7 +70,7 @@ def log_left(log_target, draft):
     r = tl.log(draft) - log_target
     series = 0.5 + r * (0.16666667 + r * (0.041666668 + r * (0.008333334 + r * 0.0013888889)))
     gap = tl.where(r > -0.25, -r * (1.0 + r * series), 1.0 - tl.exp(r))
-    left = tl.where(r < 0.0, tl.log(tl.maximum(gap, 1e-38)), float("-inf"))
+    left = tl.where(r < 0.0, tl.log(tl.maximum(gap, 1e-37)), float("-inf"))
     return tl.where(draft > 0.0, left, 0.0)
 
 
@@ -275,5 +278,6 @@ def draw_rows(
             SPANS=next_power_of_two(spans),
             FILTERED=kept is not None,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return draws

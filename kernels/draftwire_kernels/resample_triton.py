@@ -1,9 +1,9 @@
 """The one row a session draws its recovered or bonus token from, after the draft-probability rules.
 
-Knows where each session stopped and the log weight of the target in its residual. Knows no coins. The
-residual (weight target - draft)+ is raced in log space over the same groups as the target itself:
-draft_probs only take away, so a group's bound holds. Where they leave nothing, and below the last
-drafted token, the race is over the target.
+Knows where each session stopped and the log weight of the target in its residual. Knows no coins.
+The residual (weight target - draft)+ is raced in log space over the same groups as the target
+itself: draft_probs only take away, so a group's bound holds. Where they leave nothing, and below
+the last drafted token, the race is over the target.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -13,9 +13,10 @@ import triton.language as tl
 
 from draftwire_kernels import noise
 from draftwire_kernels.checks import next_power_of_two
-from draftwire_kernels.filters_triton import NO_CUT, Kept, fold_spans, row_edges
+from draftwire_kernels.filters_triton import Kept
 from draftwire_kernels.race_triton import OPEN, first_of_largest, race
 from draftwire_kernels.rounds import DraftRows, RoundTrees, RowParams
+from draftwire_kernels.scores_triton import NO_CUT, fold_spans, row_edges
 from draftwire_kernels.stats_triton import RowStats
 from draftwire_kernels.walk_triton import Walks
 
@@ -123,8 +124,8 @@ def resample_rows(
 ) -> None:
     """Draw each session's last token from row walks.row and append it to `walks`.
 
-    log_weight [sessions] fp32: of the target in the residual. Sessions with a status are left alone.
-    Reads one row's group maxima and 128 B for each group opened, a session.
+    log_weight [sessions] fp32: of the target in the residual. Sessions with a status are left
+    alone. Reads one row's group maxima and 128 B for each group opened, a session.
     """
     sessions, n_cols = trees.sessions, logits.shape[1]
     groups, spans = stats.group_max.shape[1], stats.span_max.shape[1]
@@ -161,4 +162,5 @@ def resample_rows(
         FILTERED=kept is not None,
         SPARSE=draft.ids is not None,
         num_warps=8,
+        enable_fp_fusion=False,
     )

@@ -1,7 +1,7 @@
-"""What a verification round on the device knows of its rows: who owns them and how they are drawn from.
+"""What a verification round on the device knows of its rows: their owners and how they are drawn.
 
-Knows Sampling and the layout of rows (row 0 of a session is the anchor's, row i + 1 node i's). Knows
-no logits and no kernel. Made once a round on the host, with two copies to the device.
+Knows Sampling and the layout of rows (row 0 of a session is the anchor's, row i + 1 node i's).
+Knows no logits and no kernel. Made once a round on the host, with two copies to the device.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ def row_params(
 ) -> RowParams:
     """Pack the parameters of a round's sessions.
 
-    positions[s]: absolute position of the first token drawn (base position + 1). owner and depth int32
-    [rows], as AttentionPlan.row_session and row_depth. Edits of logits (bias, penalties, masks) are not
-    among these: they are made on the rows before. Raises KernelArgumentError.
+    positions[s]: absolute position of the first token drawn (base position + 1). owner and depth
+    int32 [rows], as AttentionPlan.row_session and row_depth. Edits of logits (bias, penalties,
+    masks) are not among these: they are made on the rows before. Raises KernelArgumentError.
     """
     expect(len(positions) == len(samplings), "positions", len(samplings), len(positions))
     for name, tensor in (("owner", owner), ("depth", depth)):
@@ -134,8 +134,8 @@ def round_trees(
 ) -> RoundTrees:
     """Pack the trees of a round's sessions; `pad_rows` rows of no session follow.
 
-    `widest` and `deepest` may be given larger than needed, so that a captured graph can be replayed.
-    Raises KernelArgumentError.
+    `widest` and `deepest` may be given larger than needed, so that a captured graph can be
+    replayed. Raises KernelArgumentError.
     """
     token: list[int] = []
     parent: list[int] = []
@@ -172,18 +172,18 @@ def round_trees(
 class DraftRows:
     """draft_probs of a round of chains, on the device of the logits.
 
-    Row i of a session is what its node i, the token of row i + 1, was sampled from; the last row of a
-    session and rows of no session are zero.
+    Row i of a session is what its node i, the token of row i + 1, was sampled from; the last row of
+    a session and rows of no session are zero.
     """
 
     ids: torch.Tensor | None
-    """[rows, K] int32 token ids of the entries, -1 where there is none; None: entry v is token v."""
+    """[rows, K] int32 ids of the entries, -1 where there is none; None: entry v is token v."""
     probs: torch.Tensor
     """[rows, K] or [rows, V] fp32."""
 
 
 def draft_rows(drafts: Sequence[DraftProbs], trees: RoundTrees, vocab_size: int) -> DraftRows:
-    """Pack the draft_probs of a round's sessions: all dense, or all sparse (one-hot and mixture are).
+    """Pack draft_probs of a round's sessions: all dense, or all sparse (one-hot and mixture are).
 
     Raises KernelArgumentError for a mix, or a number of rows that is not the tree's.
     """

@@ -1,9 +1,9 @@
-"""Sparse draft_probs for the wire: the likeliest tokens of each drafted row, in the order of a race.
+"""Sparse draft_probs for the wire: the likeliest tokens of each drafted row, in a race's order.
 
-Knows rows of draft logits and the counter noise. Knows neither trees nor messages. The k tokens kept
-are a distribution of their own (truncated and renormalised), and the order is that of log draft_probs
-+ gumbel: with the target's noise it is the coupled rank order; with the drafter's own noise its first
-entry is a sample of exactly the probabilities that are sent.
+Knows rows of draft logits and the counter noise. Knows neither trees nor messages. The k tokens
+kept are a distribution of their own (truncated and renormalised), and the order is that of log
+draft_probs + gumbel: with the target's noise it is the coupled rank order; with the drafter's own
+noise its first entry is a sample of exactly the probabilities that are sent.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 
 from draftwire_kernels.checks import expect, next_power_of_two
-from draftwire_kernels.filters_triton import (
+from draftwire_kernels.filters_triton import kept_tokens
+from draftwire_kernels.noise_triton import token_gumbel
+from draftwire_kernels.race_triton import row_status
+from draftwire_kernels.rounds import RowParams
+from draftwire_kernels.scores_triton import (
     NEAR,
     divide,
     fold_spans,
-    kept_tokens,
     list_groups,
     order,
     read_groups,
 )
-from draftwire_kernels.noise_triton import token_gumbel
-from draftwire_kernels.race_triton import row_status
-from draftwire_kernels.rounds import RowParams
 from draftwire_kernels.stats_triton import statistics
 
 MOST = 256
@@ -39,7 +39,7 @@ class SparseRows:
     ids: torch.Tensor
     """[rows, k] int32; -1 where a row has fewer tokens."""
     values: torch.Tensor
-    """[rows, k] fp32: score + gumbel (score = logit / temperature; greedy rows: the logit); then -inf."""
+    """[rows, k] fp32: logit / temperature + gumbel, in greedy rows the logit; then -inf."""
     log_probs: torch.Tensor
     """[rows, k] fp32: log draft_probs, those of a row adding up to one; then -inf."""
     log_total: torch.Tensor
@@ -132,16 +132,9 @@ def _pack_kernel(
                     token.to(tl.int64), position, base, tl.load(Seed_ptr + owner), purpose
                 )
             value = tl.where(live, value, float("-inf"))
-            # Ties go to lower ids; entries of no token come last, in order.
-            label = tl.where(live, token, 0x7FFFFF00 + entry)
-            ahead = (value[None, :] > value[:, None]) | (
-                (value[None, :] == value[:, None]) & (label[None, :] < label[:, None])
-            )
-            rank = row * entries + tl.sum(ahead.to(tl.int32), axis=1)
-            wanted = entry < entries
-            tl.store(Ids_ptr + rank, tl.where(live, token, -1), mask=wanted)
-            tl.store(Value_ptr + rank, value, mask=wanted)
-            tl.store(Logprob_ptr + rank, score - kept_total, mask=wanted)
+            tl.store(Ids_ptr + out, tl.where(live, token, -1), mask=entry < entries)
+            tl.store(Value_ptr + out, tl.where(live, value, float("-inf")), mask=entry < entries)
+            tl.store(Logprob_ptr + out, score - kept_total, mask=entry < entries)
     if (owner < 0) | (status != 0):
         nothing = tl.full([K], float("-inf"), tl.float32)
         tl.store(Ids_ptr + out, tl.full([K], -1, tl.int32), mask=entry < entries)
@@ -151,12 +144,42 @@ def _pack_kernel(
     tl.store(Status_ptr + row, status)
 
 
-def pack_rows(logits: torch.Tensor, params: RowParams, count: int, purpose: int) -> SparseRows:
-    """The `count` likeliest tokens of draft logits [rows, V], ordered by score + gumbel of `purpose`.
+@triton.jit
+def _order_kernel(
+    Found_ptr,
+    FoundValue_ptr,
+    FoundLogprob_ptr,
+    Ids_ptr,
+    Value_ptr,
+    Logprob_ptr,
+    entries,
+    K: tl.constexpr,
+):
+    """Put a row's entries in order. Apart, since _pack_kernel would make its noise K times for it."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, K)
+    there = entry < entries
+    ids = tl.load(Found_ptr + row * entries + entry, mask=there, other=-1)
+    value = tl.load(FoundValue_ptr + row * entries + entry, mask=there, other=float("-inf"))
+    logprob = tl.load(FoundLogprob_ptr + row * entries + entry, mask=there, other=0.0)
+    # Ties go to lower ids; entries of no token come last, in order.
+    label = tl.where(ids >= 0, ids, 0x7FFFFF00 + entry)
+    ahead = (value[None, :] > value[:, None]) | (
+        (value[None, :] == value[:, None]) & (label[None, :] < label[:, None])
+    )
+    rank = row * entries + tl.sum(ahead.to(tl.int32), axis=1)
+    tl.store(Ids_ptr + rank, ids, mask=there)
+    tl.store(Value_ptr + rank, value, mask=there)
+    tl.store(Logprob_ptr + rank, logprob, mask=there)
 
-    count 1 to MOST; params' filters are not applied, its temperature is the draft's own. noise.TARGET
-    couples to the target's draw at the row's position; noise.DRAFT samples, with the round's base. Reads
-    the logits once, then about 130 B a token kept; writes 12 B an entry. Raises KernelArgumentError.
+
+def pack_rows(logits: torch.Tensor, params: RowParams, count: int, purpose: int) -> SparseRows:
+    """The `count` likeliest tokens of draft logits [rows, V], by score + gumbel of `purpose`.
+
+    count 1 to MOST; params' filters are not applied, its temperature is the draft's own.
+    noise.TARGET couples to the target's draw at the row's position; noise.DRAFT samples, with the
+    round's base. Reads the logits once, then about 130 B a token kept; writes 12 B an entry. Raises
+    KernelArgumentError.
     """
     expect(1 <= count <= MOST, "count", f"1 to {MOST}", count)
     rows, n_cols = logits.shape
@@ -186,6 +209,7 @@ def pack_rows(logits: torch.Tensor, params: RowParams, count: int, purpose: int)
         log_total=floats(rows),
         status=ints(rows),
     )
+    found = (ints(rows, count), floats(rows, count), floats(rows, count))
     if rows:
         _pack_kernel[(rows,)](
             logits,
@@ -196,9 +220,7 @@ def pack_rows(logits: torch.Tensor, params: RowParams, count: int, purpose: int)
             kept.pivot,
             kept.cut,
             ints(rows, room),
-            packed.ids,
-            packed.values,
-            packed.log_probs,
+            *found,
             packed.log_total,
             packed.status,
             params.owner,
@@ -217,6 +239,17 @@ def pack_rows(logits: torch.Tensor, params: RowParams, count: int, purpose: int)
             NEAR=NEAR,
             SPANS=next_power_of_two(spans),
             K=room,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+        _order_kernel[(rows,)](
+            *found,
+            packed.ids,
+            packed.values,
+            packed.log_probs,
+            count,
+            K=room,
             num_warps=4,
+            enable_fp_fusion=False,
         )
     return packed

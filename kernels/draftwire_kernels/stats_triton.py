@@ -1,9 +1,9 @@
 """The statistics pass: one read of the logits of a round, for everything that follows.
 
-Knows rows of logits and a temperature a session. Knows neither noise nor rules. What it leaves behind
-is small: for each group of 64 tokens the largest logit, and for each span of SPAN tokens the largest
-logit and the sum of exponentials relative to it. A NaN or +inf anywhere makes its span's sum NaN, which
-is how such rows are found; no other row is touched by it.
+Knows rows of logits and a temperature a session. Knows neither noise nor rules. What it leaves
+behind is small: for each group of 64 tokens the largest logit, and for each span of SPAN tokens the
+largest logit and the sum of exponentials relative to it. A NaN or +inf anywhere makes its span's
+sum NaN, which is how such rows are found; no other row is touched by it.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
 
@@ -27,13 +27,13 @@ class RowStats:
     """What one pass over the logits leaves behind."""
 
     group_max: torch.Tensor
-    """[rows, ceil(V / 64), up to a multiple of 16] in the logits' dtype: largest logit of each group of
-    tokens, -inf past the last one."""
+    """[rows, ceil(V / 64) up to a multiple of 16] in the logits' dtype: largest logit of each group
+    of tokens, -inf past the last one."""
     span_max: torch.Tensor
     """[rows, spans] fp32: largest logit of each span."""
     span_sum: torch.Tensor
-    """[rows, spans] fp32: sum of exp((logit - span_max) / temperature); NaN for a span with NaN or +inf.
-    Greedy rows use temperature 1."""
+    """[rows, spans] fp32: sum of exp((logit - span_max) / temperature), greedy rows' temperature
+    taken as 1; NaN for a span with NaN or +inf."""
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def _statistics_kernel(
 def statistics(logits: torch.Tensor, params: RowParams) -> RowStats:
     """One pass over logits [rows, V] (bf16, fp16, fp32; any row stride), rows as in `params`.
 
-    Reads the logits once and writes 1/64 of them and 8 bytes a span. Rows without an owner are skipped
-    and their statistics undefined. Raises KernelArgumentError.
+    Reads the logits once and writes 1/64 of them and 8 bytes a span. Rows without an owner are
+    skipped and their statistics undefined. Raises KernelArgumentError.
     """
     expect_dtype("logits", logits, LOGIT_DTYPES)
     expect_shape("logits", logits, (params.rows, None))
@@ -125,5 +125,6 @@ def statistics(logits: torch.Tensor, params: RowParams) -> RowStats:
             SPAN=SPAN,
             TILE=TILE,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return RowStats(group_max, span_max, span_sum)

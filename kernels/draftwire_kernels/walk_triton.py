@@ -1,4 +1,4 @@
-"""Rule `follow` on the device: the draws of a round's rows to the committed tokens, without the host.
+"""Rule `follow` on the device: from what a round's rows draw to committed tokens, without the host.
 
 Knows trees as arrays and what each row drew. Knows no logits of its own: `follow_rows` chains the
 statistics pass, the filters, the draws of all rows and the walk. A row off the walked path may hold
@@ -24,7 +24,8 @@ class Walks:
     """What each session commits; tensors on the device, D = RoundTrees.deepest."""
 
     count: torch.Tensor
-    """[sessions] int32: committed tokens, accepted + 1; of a failed session the ones before the bad row."""
+    """[sessions] int32: committed tokens, accepted + 1; of a failed session those before the bad
+    row."""
     token: torch.Tensor
     """[sessions, D + 1] int32: committed tokens, then -1."""
     logprob: torch.Tensor
@@ -93,7 +94,7 @@ def _walk_kernel(
 
 
 def walk_trees(trees: RoundTrees, draws: Draws) -> Walks:
-    """Walk every session's tree by what its rows drew: the first child, by index, that bears the token."""
+    """Walk every session's tree by what its rows drew, to the first child that bears the token."""
     sessions, device = trees.sessions, trees.token.device
     expect_shape("draws.token", draws.token, tuple(trees.token.shape))
 
@@ -127,15 +128,16 @@ def walk_trees(trees: RoundTrees, draws: Draws) -> Walks:
             WIDE=next_power_of_two(trees.widest),
             DEEP=next_power_of_two(deep + 1),
             num_warps=1,
+            enable_fp_fusion=False,
         )
     return walks
 
 
 def follow_rows(logits: torch.Tensor, trees: RoundTrees, params: RowParams) -> Walks:
-    """walk.follow for a whole round: logits [rows, V] in, committed tokens out, four launches at most.
+    """walk.follow for a whole round: logits [rows, V] in, committed tokens out, at most 4 launches.
 
-    logits bf16, fp16 or fp32, rows laid out as `trees` and `params` say. One read of the logits, then
-    about 2 % of it again. Raises KernelArgumentError; bad rows are reported in Walks.status.
+    logits bf16, fp16 or fp32, rows laid out as `trees` and `params` say. One read of the logits,
+    then about 2 % of it again. Raises KernelArgumentError; bad rows are reported in Walks.status.
     """
     stats = statistics(logits, params)
     kept = kept_tokens(logits, stats, params) if params.filtered else None

@@ -1,8 +1,8 @@
 """The kernels' production shapes: what is launched, and the bytes each launch must move.
 
-Knows launch functions and sizes. Knows neither compiler nor clock: sm90.py compiles these cases, and
-gpu_kernels.py runs them where there is a GPU. On the host the tensors are never touched, so that the
-case of 32 sessions x 16 rows x 151,936 tokens costs address space and no memory.
+Knows launch functions and sizes. Knows neither compiler nor clock: sm90.py compiles these cases,
+and gpu_kernels.py runs them where there is a GPU. On the host the tensors are never touched, so
+that the case of 32 sessions x 16 rows x 151,936 tokens costs address space and no memory.
 """
 
 import dataclasses
@@ -186,7 +186,10 @@ def acceptance_cases(step: Step) -> list[Case]:
         Case(
             "sparse packing, 64 entries",
             lambda: sparse_triton.pack_rows(step.logits, step.sampled, 64, noise.TARGET),
-            {"_pack_kernel": maxima + rows * 64 * (64 * item + 12)},
+            {
+                "_pack_kernel": maxima + rows * 64 * (64 * item + 12),
+                "_order_kernel": rows * 64 * 24,
+            },
         )
     )
     return cases
@@ -220,9 +223,9 @@ def attention_cases(step: Step) -> list[Case]:
     rows = step.random(step.total_rows, s.kv_heads, s.head_dim)
     # Positions from 0 on, so that the pools of all layers can be short.
     short = dataclasses.replace(planned, base=torch.zeros_like(planned.base))
-    pools = step.empty(2 * s.layers, keys.shape[0] // 64, s.kv_heads, s.head_dim)
+    pools = step.empty(2 * s.layers, 16 * s.page, s.kv_heads, s.head_dim)
     path = torch.arange(1, 5, dtype=torch.int32, device=step.device).repeat(s.sessions, 1)
-    short = dataclasses.replace(short, page_tables=short.page_tables % (pools.shape[1] // s.page))
+    short = dataclasses.replace(short, page_tables=short.page_tables % 16)
     return [
         *cases,
         Case(

@@ -1,8 +1,9 @@
 """Compiles the kernels that a launch function would start, for sm_90, on a machine without a GPU.
 
-Knows Triton's compiler and the SASS it makes. Launch functions run as they are, on host tensors: their
-launches are caught, so that what is compiled is what production starts, with the same specialisation
-(16-byte pointers, divisible strides, constants). Works only where TRITON_INTERPRET is not set.
+Knows Triton's compiler and the SASS it makes. Launch functions run as they are, on host tensors:
+their launches are caught, so that what is compiled is what production starts, with the same
+specialisation (16-byte pointers, divisible strides, constants). Works only where TRITON_INTERPRET
+is not set.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
     python tests/bench/sm90_table.py
 
-writes results/sm90_kernels.json and kernels/TRITON.md: registers, shared memory, spills, load widths,
-bytes that must move and the floor they set at an H100's 3.35 TB/s. Needs Triton and no GPU.
+writes results/sm90_kernels.json and kernels/TRITON.md: registers, shared memory, spills, load
+widths, bytes that must move and the floor they set at an H100's 3.35 TB/s. Needs Triton and no GPU.
 """
 
 import json
@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "kernels")]
 
 import triton  # noqa: E402
-
 from bench.kernel_cases import (  # noqa: E402
     H100_BYTES_PER_SECOND,
     Sizes,
@@ -28,14 +27,24 @@ RESULTS = Path(__file__).parent / "results" / "sm90_kernels.json"
 PAGE = ROOT / "kernels" / "TRITON.md"
 HEAD = """# Triton kernels, compiled for Hopper
 
-Made by `python tests/bench/sm90_table.py` with Triton {triton}; every figure here comes from the compiler,
-on a machine without a GPU. Shapes: {sizes}.
-`bytes` is what a launch must read and write at least once; `floor` is that over 3.35 TB/s (H100). Times of real
-runs are made by `tests/bench/gpu_kernels.py`. No kernel spills to local memory.
+Made by `python tests/bench/sm90_table.py` with Triton {triton}; every figure here comes from the
+compiler, on a machine without a GPU. Shapes: {sizes}.
+`bytes` is what a launch must read and write at least once; `floor` is that over 3.35 TB/s (H100).
+Times of real runs are made by `tests/bench/gpu_kernels.py`. No kernel spills to local memory.
 
-| case | kernel | programs x threads | registers | shared memory | widest load | 128-bit loads | matrix instructions | bytes | floor, µs |
-|---|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    "case",
+    "kernel",
+    "programs x threads",
+    "registers",
+    "shared memory",
+    "widest load",
+    "128-bit loads",
+    "matrix instructions",
+    "bytes",
+    "floor, µs",
+)
 
 
 def production_cases() -> list[tuple[str, str, int, Compiled]]:
@@ -79,17 +88,25 @@ def record(rows: list[tuple[str, str, int, Compiled]]) -> dict[str, object]:
 
 def page(kept: dict[str, object]) -> str:
     """The table as Markdown."""
-    lines = []
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for row in kept["kernels"]:  # type: ignore[attr-defined]
-        programs = " x ".join(str(n) for n in row["grid"])
-        matrix = ", ".join(row["matrix_instructions"]) or "none"
         lines.append(
-            f"| {row['case']} | `{row['kernel']}` | ({programs}) x {row['threads']} | {row['registers']} | "
-            f"{row['shared_bytes']:,} | {row['widest_load_bits']} | {row['loads_of_128_bits']} of "
-            f"{row['global_loads']} | {matrix} | {row['bytes']:,} | {row['floor_us']:.2f} |"
+            (
+                row["case"],
+                f"`{row['kernel']}`",
+                f"({' x '.join(str(n) for n in row['grid'])}) x {row['threads']}",
+                str(row["registers"]),
+                f"{row['shared_bytes']:,}",
+                str(row["widest_load_bits"]),
+                f"{row['loads_of_128_bits']} of {row['global_loads']}",
+                ", ".join(row["matrix_instructions"]) or "none",
+                f"{row['bytes']:,}",
+                f"{row['floor_us']:.2f}",
+            )
         )
-    sizes = ", ".join(f"{key} {value}" for key, value in kept["sizes"].items())  # type: ignore[attr-defined]
-    return HEAD.format(triton=kept["triton"], sizes=sizes) + "\n".join(lines) + "\n"
+    sizes = kept["sizes"].items()  # type: ignore[attr-defined]
+    head = HEAD.format(triton=kept["triton"], sizes=", ".join(f"{k} {v}" for k, v in sizes))
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main() -> None:

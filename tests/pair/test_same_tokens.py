@@ -251,3 +251,54 @@ def test_a_prefix_found_in_the_cache_changes_nothing(target: Path, texts: list[l
         assert drafter.faults == []
 
     asyncio.run(main())
+
+
+EVERY_PARAMETER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 1.3, "min_p": 0.05}, {}),
+    ({"temperature": 0.8, "repetition_penalty": 1.4}, {}),
+    ({"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5}, {}),
+    ({"temperature": 1.0, "presence_penalty": 1.5, "frequency_penalty": -0.5}, {}),
+    ({"temperature": 0.0, "logit_bias": {7: 4.0, 9: -50.0}}, {}),
+    ({"temperature": 1.0, "logit_bias": {7: 4.0}, "top_k": 10, "top_p": 0.8, "min_p": 0.01}, {}),
+    ({"temperature": 1.0, "logit_bias": {257: 6.0}}, {"min_tokens": 9, "ignore_eos": False}),
+    (
+        {"temperature": 1.0},
+        {"min_tokens": 8, "stop_token_ids": [3, 50, 90, 200], "ignore_eos": False},
+    ),
+]
+
+
+def test_every_sampling_parameter_is_exact_with_speculation(
+    target: Path, texts: list[list[int]]
+) -> None:
+    requests = [
+        (
+            prompt,
+            {"sampling": {"seed": 3 + i, **sampling}, "stop": {**STOP, "max_tokens": 24, **stop}},
+        )
+        for i, prompt in enumerate(texts[:4])
+        for sampling, stop in EVERY_PARAMETER
+    ]
+
+    async def main() -> None:
+        async with verifier(target) as (_, stub):
+            plain = [await generate(stub, prompt, **dict(fields)) for prompt, fields in requests]
+        whole = [p + a.tokens for (p, _), a in zip(requests, plain, strict=True)]
+        for propose in (random_trees_on(whole), always_right(whole)):
+            drafter = ScriptedDrafter(propose)
+            async with (
+                scripted(drafter) as address,
+                verifier(target, [address], draft_wait_ms=20000) as (_, stub),
+            ):
+                fast = await asyncio.gather(*(generate(stub, p, **dict(f)) for p, f in requests))
+                assert [a.tokens for a in fast] == [a.tokens for a in plain]
+                assert [a.text for a in fast] == [a.text for a in plain]
+                assert [a.finished.reason for a in fast] == [a.finished.reason for a in plain]
+                assert sum(a.finished.acceptance.accepted_tokens for a in fast) > 0
+            assert drafter.faults == []
+        for (_, fields), answer in zip(requests, plain, strict=True):
+            made, lowest = len(answer.tokens), fields["stop"].get("min_tokens", 0)
+            assert made >= lowest
+        assert len({a.finished.reason for a in plain}) >= 3, "the cases end in different ways"
+
+    asyncio.run(main())

@@ -11,6 +11,7 @@ from drafter import kit as drafter_kit
 from drafter_service.draft_config import LayerAttention, parse
 from drafter_service.model import Block, DraftModel
 from drafter_service.random_weights import random_model
+from drafter_service.training import flex
 from drafter_service.training.blocks import (
     NO_LABEL,
     collate,
@@ -92,6 +93,33 @@ def test_a_block_sees_context_before_its_anchor_and_itself_only() -> None:
     shorter = mask[1, :3]
     assert shorter[:, :5].all()
     assert not shorter[:, 5:12].any()
+
+
+@pytest.mark.parametrize(
+    "rule", [FULL, LayerAttention(None, True), LayerAttention(5, False), LayerAttention(3, True)]
+)
+def test_the_flex_mask_is_the_dense_mask(rule: LayerAttention) -> None:
+    batch = collate([trajectory(12, 3, 1), trajectory(8, 2, 2)], [[4, 9], [5]], 3)
+    rows, keys = 6, 12 + 6
+    b, q, k = torch.meshgrid(torch.arange(2), torch.arange(rows), torch.arange(keys), indexing="ij")
+    seen = flex.mask_mod(batch, rule)(b, torch.zeros_like(b), q, k)
+    wanted = visible(batch, rule)
+    assert torch.equal(
+        seen[batch.anchors.repeat_interleave(3, 1) >= 0],
+        wanted[batch.anchors.repeat_interleave(3, 1) >= 0],
+    )
+    assert seen.any(dim=-1).all()
+
+
+def test_flex_attention_gives_what_the_dense_mask_gives() -> None:
+    # Head sizes under 16 are refused by FlexAttention; the tiny drafters have 16.
+    model = drafter_kit.lively_model(drafter_kit.raw_config())
+    embedding, _ = drafter_kit.target_matrices(model.config)
+    batch = collate([trajectory(12, 3, 1), trajectory(8, 2, 2)], [[4, 9], [3, 5]], 3)
+    with torch.no_grad():
+        dense = BlockNetwork(model, embedding)(batch)
+        flexible = BlockNetwork(model, embedding, use_flex=True)(batch)
+    torch.testing.assert_close(flexible, dense, atol=2e-4, rtol=2e-4)
 
 
 def test_a_block_without_anchor_sees_itself_alone_and_has_no_labels() -> None:

@@ -238,10 +238,14 @@ def test_two_processes_train_what_one_trains_with_two_micro_batches(
         torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
 
 
-def test_the_command_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "--features", "x", "--out", "y", "--lr", "-1"]) == 2
     assert "--lr" in capsys.readouterr().err
     assert main(["nonsense"]) == 2
+    assert main(["train", "--features", "/not/there", "--out", str(tmp_path)]) == 1
+    assert "/not/there/manifest.json" in capsys.readouterr().err
     assert main(["--help"]) == 0
     with pytest.raises(ConfigError, match="--prompt-anchors"):
         TrainConfig(features=("x",), out=Path("y"), objective="al", prompt_anchors=True).check()

@@ -1,4 +1,5 @@
-"""Which files run: the interpreted ones where TRITON_INTERPRET=1, the compiled ones where it is not set."""
+"""Which files run: the interpreted ones where TRITON_INTERPRET=1, the compiled ones where it is not
+set."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Paged attention against a dense fp64 twin, and its promise: bits that depend on a query's own keys alone."""
+"""Paged attention against a dense fp64 twin, and its promise: bits that depend on a query's own
+keys alone."""
 
 import dataclasses
 
@@ -92,7 +93,7 @@ def test_rows_equal_a_dense_softmax_over_their_own_keys(
 ) -> None:
     torch.manual_seed(heads)
     rows = [TREE, 5, 0, row_parents([])]
-    base = [515, 0, 7, 63] if heads == 2 else [70, 0, 7, 63]
+    base = [515, 0, 7, 63] if head_dim == 16 else [70, 0, 7, 63]
     at = pool(len(rows), 560, kv_heads, head_dim, page, dtype)
     planned = plan(at.tables, base, rows, page, pad_rows=2)
     query = torch.randn(planned.row_session.shape[0], heads, head_dim).to(dtype)
@@ -106,8 +107,8 @@ def test_rows_equal_a_dense_softmax_over_their_own_keys(
 def _row_by_row_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products whose rows do not depend on their place in the tile, as on tensor cores.
 
-    numpy's fp32 product rounds row 4 of a tile otherwise than row 0; in fp64, rounded once, it cannot
-    show.
+    numpy's fp32 product rounds row 4 of a tile otherwise than row 0; in fp64, rounded once, it
+    cannot show.
     """
 
     def product(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -119,7 +120,8 @@ def _row_by_row_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_row_by_row_products")
 @pytest.mark.parametrize(("base", "dtype"), [(62, torch.float32), (509, torch.bfloat16)])
 def test_a_querys_bits_do_not_depend_on_tree_batch_or_split(base: int, dtype: torch.dtype) -> None:
-    """One path of 5 rows: as a chain, inside a tree, row by row as plain decoding, and in a batch."""
+    """One path of 5 rows: as a chain, inside a tree, row by row as plain decoding, and in a
+    batch."""
     kv_heads, group, head_dim, page, path = 1, 3, 16, 16, 5
     at = pool(3, base + 32, kv_heads, head_dim, page, dtype)
     query = torch.randn(path, kv_heads * group, head_dim).to(dtype)

@@ -149,7 +149,8 @@ def test_padding_rows_are_neither_read_nor_drawn() -> None:
 
 
 def test_rows_two_billion_elements_apart_are_found() -> None:
-    """Offsets past 2^31: two rows of a view whose stride is 2^31, in memory that is never touched."""
+    """Offsets past 2^31: two rows of a view whose stride is 2^31, in memory that is never
+    touched."""
     try:
         store = torch.empty(2**31 + 512, dtype=torch.bfloat16)
     except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""The noise in Triton against noise.py: words and uniforms to the bit, logarithms to the last place."""
+"""The noise in Triton against noise.py: words and uniforms to the bit, logarithms to the last
+place."""
 
 import numpy as np
 import pytest

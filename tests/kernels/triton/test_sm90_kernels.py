@@ -23,6 +23,7 @@ KERNELS = {
     "_joint_kernel",
     "_judge_kernel",
     "_mass_kernel",
+    "_order_kernel",
     "_pack_kernel",
     "_resample_kernel",
     "_statistics_kernel",

