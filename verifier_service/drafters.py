@@ -151,10 +151,10 @@ class DrafterPool:
     async def _serve_lane(self, channel: grpc.aio.Channel, status: DrafterStatus) -> None:
         status.state = State.LANE_STATE_CONNECTING
         call = drafter_pb2_grpc.DrafterStub(channel).Draft()
-        port: Port | None = None
+        port = Port(next(self._lane_ids), asyncio.get_running_loop())
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
-                port = await self._shake_hands(call, status)
+                await self._shake_hands(call, port, status)
             writer = asyncio.create_task(port.write(call))
             try:
                 self._engine.post(lambda: self._engine.lane_up(port))
@@ -176,8 +176,10 @@ class DrafterPool:
                 await asyncio.gather(writer, return_exceptions=True)
         finally:
             call.cancel()
-            if port is not None:
-                port.close()
+            if status.lane_id:
+                self._engine.post(port.close)  # the engine may be writing into the ring
+            else:
+                port.close()  # also after a handshake that failed half-way
 
     async def _read(self, call: Call, port: Port, status: DrafterStatus) -> None:
         try:
@@ -199,10 +201,9 @@ class DrafterPool:
                 status.state = State.LANE_STATE_DRAINING
                 engine.post(lambda: engine.lanes.lane_draining(lane_id))
 
-    async def _shake_hands(self, call: Call, status: DrafterStatus) -> Port:
+    async def _shake_hands(self, call: Call, port: Port, status: DrafterStatus) -> None:
         """Hello, HelloReply, weights both ways, Ready."""
         hello = self._hello()
-        port = Port(next(self._lane_ids), asyncio.get_running_loop())
         if self._use_rings:
             port.offer_ring(hello)
         await call.write(drafter_pb2.DraftRequest(hello=hello))
@@ -216,7 +217,8 @@ class DrafterPool:
         for name in reply.tensors_needed:
             for chunk in chunks(name, self._engine.host.tensor(name), reply.max_message_bytes // 4):
                 await call.write(drafter_pb2.DraftRequest(weights=chunk))
-        fusion = Fusion(reply, self._engine.host.dtype, self._engine.host.device)
+        raw_size = len(reply.feature_layers) * hello.target.hidden_size
+        fusion = Fusion(reply, raw_size, self._engine.host.dtype, self._engine.host.device)
         assembler = Assembler(_MAX_FUSION_BYTES)
         while True:
             message = await _read_one(call)
@@ -227,7 +229,6 @@ class DrafterPool:
                 fusion.take(*whole)
         fusion.check()
         port.settle(facts, reply, fusion)
-        return port
 
     def _note_settled(self) -> None:
         if all(s.state != State.LANE_STATE_CONNECTING for s in self.status.values()):

@@ -103,7 +103,7 @@ class Engine:
         self.post(lambda: self.lanes.response(lane_id, message, now))
 
     def stop(self) -> None:
-        """End `run` after the present step."""
+        """End `run` after the present step and what was posted before."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -116,11 +116,16 @@ class Engine:
 
     def submit(self, session_id: int, request: Request) -> None:
         """Queue a request; a full queue is told to the client."""
-        session = Session(session_id, request, self.vocab_size, self._tokenizer)
         try:
+            session = Session(session_id, request, self.vocab_size, self._tokenizer)
             self.scheduler.add(session)
         except ResourceExhausted as error:
             self._out.append(Emitted(session_id, error=error))
+            return
+        except Exception as error:  # noqa: BLE001  nobody else would answer this client
+            self._log.exception("request not taken", error=repr(error))
+            refusal = Internal("SUBMIT_FAILED", "the request was not taken; see the server's log")
+            self._out.append(Emitted(session_id, error=refusal))
             return
         self.sessions[session_id] = session
 
@@ -147,14 +152,16 @@ class Engine:
         for."""
         while True:
             with self._wake:
-                if self._stopping:
-                    return
-                if not self._inbox:
+                if not self._inbox and not self._stopping:
                     self._sleep()
                 actions, self._inbox = self._inbox, []
+                stopping = self._stopping
+            for action in actions:
+                self._act(action)
+            if stopping:
+                self._flush_out()
+                return
             try:
-                for action in actions:
-                    action()
                 self.turn()
             except Exception as error:  # noqa: BLE001  the loop must outlive any fault of one step
                 self._fail_step(error)
@@ -163,13 +170,15 @@ class Engine:
         """What happens between two sleeps: expire, wait for proposals or step, tell everybody."""
         now = self._clock()
         self._expire(now)
+        if not self._busy:
+            self._last_step = now  # the time without work does not count
         self._busy = bool(self.sessions)
         until = self.lanes.wait_until(self.scheduler.running)
         if self.sessions and (until is None or until <= now):
             self.lanes.give_up_waiting(self.scheduler.running)
             self.step()
             self.step_time += 0.2 * (self._clock() - now - self.step_time)
-        self.lanes.flush(self._clock())
+        self.lanes.flush(self._clock(), heard=now)
         self._flush_out()
         self._last_step = self._clock()
         if not self.sessions:
@@ -273,7 +282,7 @@ class Engine:
             places = np.arange(anchor + 1, anchor + 1 + len(rows))
             if not np.array_equal(rows, places):
                 moves.append((session.slots[rows], session.slots[places]))
-        if first_round:
+        if first_round and session.captured == frozenset(self.store.features):
             self.pool.keep_prefix(session.request.prompt, session.pages)
         self._out.append(Emitted(session.session_id, delta, logprobs))
         return True
@@ -310,9 +319,20 @@ class Engine:
         """End sessions whose deadline would pass during the next step, with what they have."""
         for session in list(self.sessions.values()):
             deadline = session.request.deadline
-            if deadline is not None and now + max(0.02, 1.5 * self.step_time) >= deadline:
+            if deadline is not None and now + self._margin() >= deadline:
                 session.ending = Ending(FinishReason.FINISH_REASON_DEADLINE)
                 self._finish(session, Delta(session.text.finish(), ()), ())
+
+    def _margin(self) -> float:
+        """Seconds before a deadline at which an answer is ended."""
+        return max(0.02, 1.5 * self.step_time)
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """What one event breaks is not the others' fault: each is taken in by itself."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  see above
+            self._log.exception("event failed", error=repr(error))
 
     def _fail_step(self, error: Exception) -> None:
         """A step broke: nobody knows what is in the pages of those who were in it, so they fail;
@@ -336,6 +356,9 @@ class Engine:
             return
         until = self.lanes.wait_until(self.scheduler.running)
         now = self._clock()
+        deadlines = [s.request.deadline for s in self.sessions.values() if s.request.deadline]
+        if until is not None and deadlines:
+            until = min(until, min(deadlines) - self._margin())
         if until is not None and until > now:
             self._wake.wait(until - now)
             waited = self._clock() - now

@@ -106,7 +106,7 @@ class Lanes:
         self._measure(lane, now)
         lane.outbox.responses_seen = message.sequence
         lane.oldest_unacked_at = None if lane.acked == lane.outbox.sequence else now
-        lane.model_time = message.model_time.ToTimedelta().total_seconds()
+        lane.model_time = message.model_time.seconds + 1e-9 * message.model_time.nanos
         for proposal in message.proposals:
             self._take_proposal(lane, proposal, now)
         for fault in message.faults:
@@ -333,14 +333,15 @@ class Lanes:
 
     # -- flushing
 
-    def flush(self, now: float) -> None:
+    def flush(self, now: float, heard: float | None = None) -> None:
         """Send each lane what it has to be told: one message a step, more only for features that do
-        not fit."""
+        not fit. `heard`: time up to which all answers have been taken in, if not `now`."""
         for lane in list(self.lanes.values()):
             lane.pause = max(0, lane.pause - 1)
             waiting = lane.oldest_unacked_at
-            if waiting is not None and now - waiting > self._lane_timeout:
-                lane.port.abandon(f"no answer for {now - waiting:.1f} s")
+            silent = 0.0 if waiting is None else (now if heard is None else heard) - waiting
+            if silent > self._lane_timeout:
+                lane.port.abandon(f"no answer for {silent:.1f} s")
                 self.lane_down(lane.port.lane_id)
                 continue
             if not lane.outbox.pending or not lane.has_credit:

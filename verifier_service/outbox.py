@@ -29,24 +29,19 @@ class Outbox:
         self.pending = False
 
     def end(self, item: drafter_pb2.EndSession) -> None:
-        """A session is over. Outcomes of it that were not sent yet are dropped, since the drafter
-        reads ends first."""
-        kept = [o for o in self._current.outcomes if o.key.session_id != item.key.session_id]
-        if len(kept) != len(self._current.outcomes):
-            del self._current.outcomes[:]
-            self._current.outcomes.extend(kept)
-        fresh = [o for o in self._current.opens if o.key.session_id == item.key.session_id]
-        if fresh:
-            # Opened and ended within one message: the drafter need not hear of it at all.
-            for name in ("opens", "features"):
-                items = getattr(self._current, name)
-                others = [o for o in items if o.key.session_id != item.key.session_id]
+        """A session is over. What the present message says of it is dropped, since the drafter
+        reads ends first; opened and ended within it, the drafter need not hear of it at all."""
+        fresh = any(o.key.session_id == item.key.session_id for o in self._current.opens)
+        for name in ("opens", "features", "outcomes"):
+            items = getattr(self._current, name)
+            others = [o for o in items if o.key.session_id != item.key.session_id]
+            if len(others) != len(items):
                 del items[:]
                 items.extend(others)
-            if not any(
-                o.key.session_id == item.key.session_id for m in self._closed for o in m.opens
-            ):
-                return
+        if fresh and not any(
+            o.key.session_id == item.key.session_id for m in self._closed for o in m.opens
+        ):
+            return
         self._current.ends.append(item)
         self.pending = True
 

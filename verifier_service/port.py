@@ -14,6 +14,7 @@ import torch
 
 from draftwire.carriers import SharedMemoryRing
 from draftwire.codec import encode
+from draftwire.errors import DraftwireError
 from draftwire.v1 import drafter_pb2, types_pb2
 from verifier_service.lane import LaneFacts
 from verifier_service.settle import Fusion
@@ -24,8 +25,9 @@ _SLOT_BYTES, _SLOTS = 1024 * 1024, 32
 
 
 class Port:
-    """Implements `lanes.LanePort`. `send`, `encode` and `abandon` are called on the engine's
-    thread, the rest on the loop."""
+    """Implements `lanes.LanePort`. `send`, `encode`, `acknowledge` and `abandon` are called on the
+    engine's thread, and so is `close` once the engine has the port: the ring has one user. The rest
+    is called on the loop."""
 
     facts: LaneFacts
 
@@ -37,9 +39,8 @@ class Port:
         self._ring: SharedMemoryRing | None = None
         self._ring_in_use = False
         self._written = 0  # last write into the ring
-        self._sent: deque[tuple[int, int]] = (
-            deque()
-        )  # (message, last write it may name), oldest first
+        # (message, last write when it was sent, first write that it names or 0), oldest first
+        self._sent: deque[tuple[int, int, int]] = deque()
         self._fusion: Fusion | None = None
         self._call: Call | None = None
 
@@ -49,7 +50,7 @@ class Port:
         try:
             self._ring = SharedMemoryRing.create(_SLOTS, _SLOT_BYTES)
             hello.carriers.append(self._ring.offer())
-        except OSError:
+        except (OSError, DraftwireError):
             self._ring = None
 
     def settle(self, facts: LaneFacts, reply: drafter_pb2.HelloReply, fusion: Fusion) -> None:
@@ -78,13 +79,18 @@ class Port:
 
     def acknowledge(self, sequence: int) -> None:
         """The drafter has taken in all messages up to `sequence`: their slots are free."""
-        while self._ring is not None and self._sent and self._sent[0][0] <= sequence:
-            self._ring.release(self._sent.popleft()[1])
+        taken = 0
+        while self._sent and self._sent[0][0] <= sequence:
+            taken = self._sent.popleft()[1]
+        # Several messages of one step are sent at once: what a later one names is not read yet.
+        named = next((first for _, _, first in self._sent if first), taken + 1)
+        if self._ring is not None and taken:
+            self._ring.release(min(taken, named - 1))
 
     def send(self, request: drafter_pb2.StepRequest) -> None:
         """Queue a message for the writer."""
         if self._ring is not None:
-            self._sent.append((request.sequence, self._written))
+            self._sent.append((request.sequence, self._written, _first_named(request)))
         self._loop.call_soon_threadsafe(self._queue.put_nowait, request)
 
     def abandon(self, why: str) -> None:
@@ -108,3 +114,16 @@ class Port:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+
+
+def _first_named(request: drafter_pb2.StepRequest) -> int:
+    """The first write into the ring that a message names; 0 if it names none."""
+    tensors = [
+        *(opening.last_logits for opening in request.opens),
+        *(features.rows for features in request.features),
+        *(outcome.features for outcome in request.outcomes),
+    ]
+    return min(
+        (t.shared_memory.sequence for t in tensors if t.WhichOneof("carrier") == "shared_memory"),
+        default=0,
+    )

@@ -6,7 +6,7 @@ no clock. Does not know how tokens are drawn or what the drafter says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,8 @@ class Scheduler:
 
     def add(self, session: Session) -> None:
         """Queue a session. Raises ResourceExhausted if too many wait already."""
-        if len(self.waiting) >= self.budgets.max_waiting:
+        seats = max(0, self.budgets.max_sessions - len(self.running))
+        if len(self.waiting) >= self.budgets.max_waiting + seats:
             raise ResourceExhausted(
                 "QUEUE_FULL",
                 f"{len(self.waiting)} requests wait already",
@@ -76,10 +77,12 @@ class Scheduler:
         rows_left = self.budgets.max_step_rows
         prefill_left = self.budgets.prefill_rows
         anchored = [s for s in self.running if s.at_anchor]
+        kept_back = self._prefill_share()
         for index, session in enumerate(anchored):
-            # Every session after this one still gets its anchor's row.
-            reserve = len(anchored) - index - 1
-            proposal = _cut(session.proposal, max(0, rows_left - reserve - 1))
+            # Every session after this one still gets its anchor's row, and prompts their share.
+            later = anchored[index + 1 :]
+            spare = min(rows_left - 1 - len(later) - kept_back, self._spare(session, later))
+            proposal = _cut(session.proposal, spare)
             if rows_left < 1 or session not in self.running:
                 continue
             nodes = len(proposal.tree.tokens) if proposal else 0
@@ -100,6 +103,20 @@ class Scheduler:
             rows_left -= count
         # A session preempted after it was laid out has lost its pages.
         return [item for item in work if item.session in self.running]
+
+    def _prefill_share(self) -> int:
+        """Rows that trees must leave to prompts, so that full trees never starve them."""
+        wanted = sum(len(s.tokens) - s.computed for s in self.running if not s.at_anchor)
+        return min(wanted, self.budgets.prefill_rows, self.budgets.max_step_rows // 4)
+
+    def _spare(self, session: Session, later: Sequence[Session]) -> int:
+        """Positions past the anchor that `session` can have without anybody being preempted, the
+        anchors of `later` sessions included: drafted tokens are never worth that."""
+        if session.proposal is None:
+            return 0
+        needed = sum(max(0, self.pool.pages_for(s.computed + 1) - len(s.pages)) for s in later)
+        pages = len(session.pages) + max(0, self.pool.free_pages - needed)
+        return pages * self.pool.page_size - session.computed - 1
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.budgets.max_sessions:

@@ -35,6 +35,7 @@ from verifier_service.warmup import warm
 PROTOCOL_MINOR = 1
 _INFO_TIMEOUT = 2.0
 _FIRST_DRAFTER_WAIT = 10.0
+_FAREWELL = 1.0  # seconds of the grace kept for telling clients that the server goes away
 
 
 class VerifierService:
@@ -182,9 +183,17 @@ class VerifierService:
         return self.engine is None or self.engine.progress()
 
     async def drain(self) -> None:
-        """Take no new request; return when the admitted ones are done."""
+        """Take no new request; return when the admitted ones are done. Near the end of the grace
+        those left are ended with what they have made, while their streams are still open."""
         self.servicer.draining = True
-        await self.servicer.wait_idle()
+        grace = self.config.drain_grace_s
+        try:
+            async with asyncio.timeout(grace - min(_FAREWELL, grace / 2)):
+                await self.servicer.wait_idle()
+        except TimeoutError:
+            if (engine := self.engine) is not None:
+                engine.post(lambda: engine.finish_all(FinishReason.FINISH_REASON_SHUTDOWN))
+            await self.servicer.wait_idle()
 
     async def close(self) -> None:
         """End what is left with what it has made, then stop."""
@@ -230,9 +239,13 @@ class VerifierService:
             tuple[types_pb2.AcceptanceStats, list[verifier_pb2.LaneInfo]]
         ] = concurrent.futures.Future()
         statuses = list(self._drafters.status.values()) if self._drafters else []
-        engine.post(
-            lambda: answer.set_result((_totals(engine), [_lane_info(engine, s) for s in statuses]))
-        )
+
+        def tell() -> None:
+            # Whoever asked may be gone by now: a cancelled future takes no result.
+            if answer.set_running_or_notify_cancel():
+                answer.set_result((_totals(engine), [_lane_info(engine, s) for s in statuses]))
+
+        engine.post(tell)
         try:
             totals, lanes = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
             response.totals.CopyFrom(totals)

@@ -70,8 +70,13 @@ class Fusion:
     feature), or as they are."""
 
     def __init__(
-        self, reply: drafter_pb2.HelloReply, dtype: torch.dtype, device: torch.device
+        self,
+        reply: drafter_pb2.HelloReply,
+        raw_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self._raw_size = raw_size
         self._needed = set(reply.tensors_sent)
         self._fused = reply.encoding == Encoding.FEATURE_ENCODING_FUSED
         self._size = reply.feature_size
@@ -92,12 +97,10 @@ class Fusion:
         if missing:
             raise _refuse("tensors_sent", "fc.weight and hidden_norm.weight", sorted(self._weights))
         shape = tuple(self._weights["fc.weight"].shape)
-        if (
-            len(shape) != 2
-            or shape[0] != self._size
-            or self._weights["hidden_norm.weight"].shape != (self._size,)
+        if shape != (self._size, self._raw_size) or self._weights["hidden_norm.weight"].shape != (
+            self._size,
         ):
-            raise _refuse("fc.weight", f"[{self._size}, layers * hidden]", list(shape))
+            raise _refuse("fc.weight", [self._size, self._raw_size], list(shape))
 
     @torch.inference_mode()
     def apply(self, rows: torch.Tensor) -> torch.Tensor:

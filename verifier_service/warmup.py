@@ -16,7 +16,7 @@ from verifier_service.packing import Feed
 def warm(engine: Engine, max_nodes: int) -> None:
     """Run a plain step and a step with a full chain; sets the engine's first estimate of a step's
     time."""
-    pages = engine.pool.allocate(engine.pool.pages_for(2 * max_nodes + 2))
+    pages = engine.pool.allocate(engine.pool.pages_for(max_nodes + 1))
     try:
         size = engine.pool.page_size
         slots = np.concatenate(

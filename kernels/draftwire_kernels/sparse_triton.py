@@ -155,7 +155,7 @@ def _order_kernel(
     entries,
     K: tl.constexpr,
 ):
-    """Put a row's entries in order. Apart, since _pack_kernel would make its noise K times for it."""
+    """Put a row's entries in order; in _pack_kernel the noise would be made anew for each pair."""
     row = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, K)
     there = entry < entries

@@ -30,6 +30,7 @@ __all__ = [
 
 Options = list[tuple[str, Any]]
 _KEEPALIVE_TIMEOUT_MS = 20_000
+_LONGEST_UNREQUESTED_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ def server_options(wire: WireConfig) -> Options:
     return [
         *_common_options(wire.max_message_bytes, wire.keepalive_s),
         ("grpc.so_reuseport", 0),
+        # A call that was not picked up for 30 s, because the process was held up or frozen, would
+        # end as CANCELLED with no trace at the server. It has a deadline of its own.
+        ("grpc.server_max_unrequested_time_in_server", _LONGEST_UNREQUESTED_S),
         ("grpc.http2.min_ping_interval_without_data_ms", int(MIN_KEEPALIVE_S * 500)),
         ("grpc.http2.max_ping_strikes", 2),
     ]

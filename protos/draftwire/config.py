@@ -33,7 +33,7 @@ from draftwire.settings import (
 __all__ = ["ConfigError", "WireConfig", "effective", "load", "setting", "usage", "validate"]
 
 T = TypeVar("T")
-SCOPES = ("VERIFIER", "DRAFTER", "CLIENT", "TEST")
+SCOPES = ("VERIFIER", "DRAFTER", "TRAIN", "CLIENT", "TEST")
 MIN_KEEPALIVE_S = 10.0  # servers allow pings at half this distance
 MIB = 1024 * 1024
 
@@ -177,7 +177,8 @@ def _read_flags(
 def _read_variables(
     options: Mapping[str, Option], env: Mapping[str, str], prog: str
 ) -> tuple[dict[str, Any], str | None]:
-    own = prog.rpartition("-")[2].upper() if "-" in prog else "CLIENT"
+    command = prog.split()[0]
+    own = command.rpartition("-")[2].upper() if "-" in command else "CLIENT"
     plain: dict[str, Any] = {}
     scoped: dict[str, Any] = {}
     file: str | None = None

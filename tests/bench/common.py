@@ -29,7 +29,7 @@ import numpy as np
 from fakes import Answer, generate
 
 from draftwire.models import resolve, unpacked
-from draftwire_client.demo import TARGET
+from draftwire_client.demo import TARGET as TARGET
 
 RESULTS = Path(__file__).parent / "results"
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile")

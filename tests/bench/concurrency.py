@@ -6,7 +6,8 @@ give the same tokens; free pages of the verifier and free cache rows of the draf
 GetInfo before and after. The throughput of the batch is set against requests of like lengths (other
 texts, so that nothing is found in the prefix cache) sent one at a time. For the cancelled client
 both services run in this process, where their steps can be counted: a step counts if it ended after
-the client's cancel while the session was still held, or is the step that freed it.
+the client's cancel while the session was still held. The verifier is told to draft at most 4 tokens
+a round, since with 32 sessions a step's time grows with its rows.
 
 Not measured: latency under a given rate of arrivals, or more requests than the verifier takes.
 """
@@ -40,10 +41,12 @@ from drafter_service.service import DrafterService
 from draftwire.channel import ChannelConfig, open_channel
 from draftwire.runtime import SWITCH_INTERVAL_S
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, types_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.demo import drafter_arguments, service
+from draftwire_client.demo import drafter_arguments, service
 
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9})
+NODES = 4
 Requests = list[tuple[Sequence[int], dict[str, Any]]]
+History = list[tuple[float, frozenset[int]]]
 
 
 def mixed(tokenizer: Any, count: int, seed: int, longest: tuple[int, int]) -> Requests:
@@ -83,12 +86,16 @@ async def free(verifier_stub: Any, drafter_stub: Any) -> dict[str, int]:
 async def load_cell(given: Any, tokenizer: Any) -> dict[str, Any]:
     """The 32 requests."""
     count, longest = (6, (40, 8)) if given.quick else (32, (300, 64))
-    sample, alone_count = (2, 2) if given.quick else (6, 10)
+    sample, alone_count = (2, 2) if given.quick else (6, 6)
     arguments, trained = drafter_arguments()
     with (
         service(arguments, "the drafter") as drafter_address,
         service(
-            ["verifier_service", "--model", TARGET, "--drafters", drafter_address], "the verifier"
+            [
+                *("verifier_service", "--model", TARGET, "--drafters", drafter_address),
+                *("--max-nodes", str(NODES)),
+            ],
+            "the verifier",
         ) as address,
     ):
         async with (
@@ -112,6 +119,7 @@ async def load_cell(given: Any, tokenizer: Any) -> dict[str, Any]:
     rates = (_tokens(answers) / together, _tokens(singles) / one_at_a_time)
     return {
         "requests": count,
+        "max_nodes": NODES,
         "finished": sum(a.finished is not None for a in answers),
         "prompt_tokens": _range([len(prompt) for prompt, _ in requests]),
         "output_tokens": _range([len(a.tokens) for a in answers]),
@@ -158,17 +166,20 @@ async def cancel_cell(given: Any, tokenizer: Any) -> dict[str, Any]:
         assert engine is not None
         assert drafter is not None
         await eventually(lambda: engine.lanes.lanes)
-        held: list[tuple[float, int]] = []  # sessions on the verifier after each target step
-        drafted: list[tuple[float, int]] = []  # sessions on the drafter after each of its steps
+        held: History = []  # sessions on the verifier after each target step
+        drafted: History = []  # sessions on the drafter after each of its steps
         step, draft = engine.step, drafter.step
+
+        def on_drafter() -> frozenset[int]:
+            return frozenset(i for lane in drafter._lanes.values() for i in lane.table.sessions)
 
         def stepping() -> None:
             step()
-            held.append((time.monotonic(), len(engine.sessions)))
+            held.append((time.monotonic(), frozenset(engine.sessions)))
 
         def drafting_step(work: Any) -> Any:
             done = draft(work)
-            drafted.append((time.monotonic(), drafter.session_count))
+            drafted.append((time.monotonic(), on_drafter()))
             return done
 
         engine.step, drafter.step = stepping, drafting_step  # type: ignore[method-assign]
@@ -176,40 +187,38 @@ async def cancel_cell(given: Any, tokenizer: Any) -> dict[str, Any]:
         rows = drafter.pool.free_rows
         others = mixed(tokenizer, 3, given.seed + 5, (20, 8))
         for _, fields in others:
-            fields["stop"] = {"max_tokens": 20 if given.quick else 400, "ignore_eos": True}
+            fields["stop"] = {"max_tokens": 60 if given.quick else 1000, "ignore_eos": True}
         background = asyncio.gather(*(many(stub, [item], 1) for item in others))
         await eventually(lambda: drafter.session_count == 3)
         steps: list[tuple[int, int]] = []
         for index in range(1 if given.quick else 8):
-            cancelled = await _start_and_cancel(stub, chat_ids(tokenizer, PROMPTS[index]), given)
-            await eventually(lambda: len(engine.sessions) <= 3 and drafter.session_count <= 3)
-            await asyncio.sleep(0.2)
-            steps.append((_until(held, cancelled), _until(drafted, cancelled)))
+            ids = chat_ids(tokenizer, PROMPTS[index])
+            number, cancelled = await _start_and_cancel(stub, engine, ids, given)
+            await eventually(lambda n=number: n not in engine.sessions)  # type: ignore[misc]
+            await eventually(lambda n=number: n not in on_drafter())  # type: ignore[misc]
+            steps.append((_still(held, number, cancelled), _still(drafted, number, cancelled)))
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)
         await eventually(lambda: not engine.sessions and not drafter.session_count)
         return {
             "cancelled": len(steps),
-            "target_steps_until_free": [s for s, _ in steps],
-            "drafter_steps_until_free": [s for _, s in steps],
+            "others_running": len(others),
+            "target_steps_still_held": [s for s, _ in steps],
+            "drafter_steps_still_held": [s for _, s in steps],
             "free_pages": {"before": pages, "after": engine.pool.free_pages},
             "free_rows": {"before": rows, "after": drafter.pool.free_rows},
         }
 
 
-def _until(history: Sequence[tuple[float, int]], since: float) -> int:
-    """Steps that ended after `since`, up to the first with no more than the three others."""
-    count = 0
-    for at, sessions in history:
-        if at > since:
-            count += 1
-            if sessions <= 3:
-                return count
-    return count
+def _still(history: History, number: int, since: float) -> int:
+    """Steps that ended after `since` with session `number` still there."""
+    return sum(number in sessions for at, sessions in list(history) if at > since)
 
 
-async def _start_and_cancel(stub: Any, ids: Sequence[int], given: Any) -> float:
-    """Read some tokens, go away; when that was."""
+async def _start_and_cancel(
+    stub: Any, engine: Any, ids: Sequence[int], given: Any
+) -> tuple[int, float]:
+    """Read some tokens, go away; the session's number and when that was."""
     request = verifier_pb2.GenerateRequest(
         token_ids=verifier_pb2.TokenIds(ids=ids),
         sampling=types_pb2.SamplingParams(temperature=0),
@@ -221,9 +230,10 @@ async def _start_and_cancel(stub: Any, ids: Sequence[int], given: Any) -> float:
         made += len(message.delta.token_ids)
         if made >= (2 if given.quick else 6):
             break
+    number = max(engine.sessions)  # the youngest: numbers are given in order
     at = time.monotonic()
     call.cancel()
-    return at
+    return number, at
 
 
 async def main() -> int:
@@ -241,8 +251,8 @@ async def main() -> int:
     say(
         f"concurrency: {cell['finished']} of {cell['requests']} finished, {same['same']} of "
         f"{same['of']} the same alone, everything free again: {clean}, throughput "
-        f"{cell['throughput_ratio']:.2f} x one at a time; cancelled: target steps until free "
-        f"{gone['target_steps_until_free']}, drafter steps {gone['drafter_steps_until_free']}"
+        f"{cell['throughput_ratio']:.2f} x one at a time; cancelled: target steps still held "
+        f"{gone['target_steps_still_held']}, drafter steps {gone['drafter_steps_still_held']}"
     )
     return 0 if finished and same["same"] == same["of"] and clean else 1
 

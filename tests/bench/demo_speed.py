@@ -34,7 +34,7 @@ from fakes import OFF
 
 from draftwire.channel import ChannelConfig, open_sync_channel
 from draftwire.v1 import types_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.demo import drafter_arguments, service
+from draftwire_client.demo import drafter_arguments, service
 
 PLAIN, FAST = "plain, invariant", "plain, fast"
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,10 +122,11 @@ def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
 def main() -> int:
     """Run the arms in turn and write demo_speed.json; 1 if invariant arms differ in tokens."""
     given, load = options(__doc__), load_average()
-    count, tokens, repeats = (1, 12, 1) if given.quick else (6, 64, 2)
+    arguments, trained = drafter_arguments()
+    # Without a trained drafter little is accepted and every arm takes long.
+    count, tokens, repeats = (1, 12, 1) if given.quick else (6, 64, 2 if trained else 1)
     tokenizer = demo_tokenizer()
     prompts = [chat_ids(tokenizer, text) for text in read_prompts(None, count)]
-    arguments, trained = drafter_arguments()
     runs: dict[str, list[Run]] = {name: [] for name in ARMS}
     verify = ["verifier_service", "--model", TARGET]
     with (

@@ -136,7 +136,7 @@ async def _serve(kind: str, told: Connection) -> None:
             yield await answer(message)
 
     server = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(talk)
+    handler: Any = grpc.stream_stream_rpc_method_handler(talk)
     _, service, method = METHOD.split("/")
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(service, {method: handler}),)
@@ -185,7 +185,8 @@ async def main() -> int:
     rounds, seconds = (1, 1.0) if given.quick else (4, 5.0)
     rng = random.Random(given.seed)
     spawn = multiprocessing.get_context("spawn")
-    calls, ends, processes, channels = {}, [], [], []
+    calls: dict[str, Any] = {}
+    ends, processes, channels = [], [], []
     for kind in ("thread", "process"):
         near, far = spawn.Pipe()
         process = spawn.Process(target=server_process, args=(kind, far))

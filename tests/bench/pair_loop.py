@@ -29,7 +29,6 @@ from draftwire.v1 import drafter_pb2
 from draftwire_client.demo import TARGET, service
 
 SESSIONS = (1, 16)
-NODES = 8
 
 
 @dataclass
@@ -130,7 +129,7 @@ def _ring_bytes(request: drafter_pb2.StepRequest) -> int:
 
 
 async def target_cells(
-    model: Path | str, given: Any, *, tokens: int, seconds: float, vocab: int
+    model: Path | str, given: Any, *, tokens: int, seconds: float, vocab: int, nodes: int
 ) -> dict[str, Any]:
     """All cells of one target."""
     cells: dict[str, Any] = {}
@@ -139,12 +138,13 @@ async def target_cells(
     ) as address:
         async with verifier(model, [address], kv_tokens=16384, draft_wait_ms=20000) as pair:
             engine, stub = pair[0].engine, pair[1]
+            assert engine is not None
             await eventually(lambda: engine.lanes.lanes)
             recorder = Recorder()
             recorder.attach(engine)
             fields = {
                 "stop": {"max_tokens": tokens, "ignore_eos": True},
-                "speculation": {"max_nodes": NODES},
+                "speculation": {"max_nodes": nodes},
             }
             texts = prompts(10**6, vocab, seed=given.seed, low=8, high=60)
             await many(stub, [(next(texts), fields) for _ in range(2)], 2)  # warm both sides
@@ -156,7 +156,7 @@ async def target_cells(
                     batch = [(next(texts), fields) for _ in range(sessions)]
                     await many(stub, batch, sessions)
                 await eventually(lambda: not engine.sessions and _answered(engine))
-                cells[str(sessions)] = recorder.report(engine)
+                cells[str(sessions)] = recorder.report(engine) | {"max_nodes": nodes}
     return cells
 
 
@@ -164,7 +164,7 @@ async def main() -> int:
     """Run all cells and write pair_loop.json."""
     given, load = options(__doc__), load_average()
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as draftwire.runtime.run does
-    seconds = 1.0 if given.quick else 30.0
+    seconds = 1.0 if given.quick else 25.0
     with tempfile.TemporaryDirectory() as folder:
         tiny = await target_cells(
             tiny_target(Path(folder)),
@@ -172,13 +172,13 @@ async def main() -> int:
             tokens=32 if given.quick else 128,
             seconds=seconds,
             vocab=256,
+            nodes=16,
         )
     demo = await target_cells(
-        TARGET, given, tokens=4 if given.quick else 24, seconds=seconds, vocab=40000
+        TARGET, given, tokens=4 if given.quick else 24, seconds=seconds, vocab=40000, nodes=4
     )
     results = {
         "drafter": "random weights, a process of its own",
-        "max_nodes": NODES,
         "switch_interval_ms": 1e3 * sys.getswitchinterval(),
         "sessions": {"tiny target": tiny, "demo target": demo},
     }

@@ -226,8 +226,8 @@ def test_two_processes_train_what_one_trains_with_two_micro_batches(
     ]  # fmt: skip
     subprocess.run(
         [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", "0", "-m", "drafter_service.training", *words,
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            "2", "-m", "drafter_service.training", *words,
         ],
         check=True,
         cwd=Path(__file__).parents[2],

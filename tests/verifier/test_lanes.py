@@ -413,3 +413,40 @@ def test_a_drafter_that_needs_other_layers_has_the_session_recomputed_first() ->
     assert bench.recomputed == [s]
     bench.lanes.flush(0.0)
     assert not port.sent
+
+
+def test_an_answer_that_came_during_a_long_step_keeps_the_lane() -> None:
+    """It lies in the inbox when the step is over; only what was heard before the step counts."""
+    bench, port = Bench(lane_timeout=2.0), Port(1)
+    bench.lanes.lane_up(port)
+    s = bench.session(1)
+    bench.lanes.tell(s, s.base, 0, False)
+    bench.lanes.flush(0.0)
+    bench.lanes.flush(5.0, heard=1.0)
+    assert not port.abandoned
+    bench.lanes.flush(7.5, heard=7.0)
+    assert port.abandoned
+
+
+def test_a_session_that_ends_while_its_features_are_half_sent_is_only_ended() -> None:
+    limit = 4096
+    bench, port = Bench(), Port(1, limit=limit)
+    bench.lanes.lane_up(port)
+    s = bench.session(1, prompt=190)
+    bench.lanes.tell(s, s.base, 0, False)
+    bench.lanes.forget(s, drafter_pb2.END_REASON_FINISHED)
+    bench.lanes.flush(0.0)
+    assert [len(m.ends) for m in port.sent][-1] == 1
+    assert not port.sent[-1].features
+
+
+def test_a_time_that_no_clock_can_show_does_not_break_the_lane() -> None:
+    bench, port = Bench(), Port(1)
+    bench.lanes.lane_up(port)
+    s = bench.session(1)
+    bench.lanes.tell(s, s.base, 0, False)
+    bench.lanes.flush(0.0)
+    response = drafter_pb2.StepResponse(sequence=1, ack_sequence=1)
+    response.model_time.seconds = 2**62
+    bench.lanes.response(1, response, 0.1)
+    assert port.acknowledged == 1

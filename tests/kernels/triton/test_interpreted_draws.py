@@ -61,6 +61,23 @@ def test_draws_are_the_hosts_for_every_vocabulary_and_dtype(vocab: int, dtype: t
     check(logits_of(rows, vocab, dtype, vocab), samplings, list(range(0, 90_000, 11_250)))
 
 
+def test_a_winner_behind_many_better_bounds_is_found() -> None:
+    """One likely token a group, whose smallest exponential is nearly always another token's."""
+    logits = torch.full((4, 6001), -8.0)
+    logits[:, ::64] = torch.arange(94) % 3 * 0.1
+    check(logits, [Sampling(seed=seed) for seed in range(4)], [5, 6, 7, 8])
+
+
+def test_draws_from_a_flat_row_stay_below_the_cut() -> None:
+    logits = torch.zeros(3, 4000, dtype=torch.bfloat16)
+    samplings = [
+        Sampling(top_k=70, top_p=0.5, seed=1),
+        Sampling(top_p=0.01, seed=2),
+        Sampling(min_p=0.5, seed=3),
+    ]
+    check(logits, samplings, [1, 2, 3])
+
+
 FILTERS = [
     {"top_k": 1},
     {"top_k": 20},
