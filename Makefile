@@ -61,6 +61,7 @@ test-gpu: $(STUBS) ## The GPU tests alone
 gpu-check: ## The GPU tests with $(PYTHON) as it is: no .venv, no network; stubs must be there
 	$(PYTHON) -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
 	PYTHONPATH=.:protos:kernels:client $(PYTHON) -m pytest -m gpu --continue-on-collection-errors $(PYTEST_ARGS)
+	PYTHONPATH=.:protos:kernels:client:tests/bench $(PYTHON) tests/bench/gpu_kernels.py --out tests/bench/results/gpu_kernels.json
 
 demo: $(STUBS) ## Start drafter and verifier on this machine, stream three answers, stop
 	$(PY) -m draftwire_client.demo

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def save(
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(dict(raw_config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    # safetensors makes the file for its owner alone; whoever may read the one may read the other.
+    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
 
 
 def write_random(

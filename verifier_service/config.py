@@ -63,7 +63,11 @@ class VerifierConfig(WireConfig):
         16, help="largest block verified, anchor included; 1: plain decoding", minimum=1, maximum=64
     )
     max_nodes: int = setting(
-        16, help="default and most drafted tokens verified a round", minimum=1, maximum=256
+        # With the anchor 15 nodes fill a step of 16 rows; a 17th row costs as much as eight.
+        15,
+        help="default and most drafted tokens verified a round",
+        minimum=1,
+        maximum=256,
     )
     max_context: int = setting(
         0, help="longest prompt and output together; 0: the model's", minimum=0

@@ -22,10 +22,14 @@ def warm(engine: Engine, max_nodes: int) -> None:
         slots = np.concatenate(
             [np.arange(page * size, (page + 1) * size, dtype=np.int64) for page in pages]
         )
-        for rows in (1, 1 + max_nodes, 1, 1):
+        taken = []
+        for rows in (1, 1 + max_nodes, 1, 1, 1):
             feed = Feed([0] * rows, 0, slots, None, tuple(range(rows)))
             start = time.monotonic()
             engine.host.step([feed], engine.store)
-            engine.step_time = time.monotonic() - start
+            taken.append(time.monotonic() - start)
+        # The quickest: one that the machine held up would have short deadlines refused, and with
+        # nothing admitted no step would correct it.
+        engine.step_time = min(taken)
     finally:
         engine.pool.release(pages)

@@ -8,7 +8,9 @@ reading a request and writing the answer: transport and hand-over on both sides.
 are counted each way.
 
 Not measured: acceptance (the drafter is random) and networks (both ends share this host). Rounds in
-which a target step ran before the answer was taken in are counted apart.
+which a target step ran before the answer was taken in are counted apart: the engine had stopped
+waiting for the lane. Then one answer may also cover several messages, so that fewer than one a step
+come back.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Recorder:
             self.requests.append(request)
             send(request)
 
-        def hearing(lane_id: int, message: drafter_pb2.StepResponse, now: float) -> None:
+        def hearing(lane_id: int, message: drafter_pb2.StepResponse, *rest: Any) -> None:
             taken = time.perf_counter()
             if message.ack_sequence in self.sent:
                 at, steps = self.sent[message.ack_sequence]
@@ -66,11 +68,11 @@ class Recorder:
                     )
                 )
                 self.responses.append(message)
-            hear(lane_id, message, now)
+            hear(lane_id, message, *rest)
 
-        def flushing(now: float) -> None:
+        def flushing(*arguments: Any, **named: Any) -> None:
             before = len(self.requests)
-            flush(now)
+            flush(*arguments, **named)
             self.flushes += len(self.requests) > before
 
         lane.port.send, lanes.response, lanes.flush = sending, hearing, flushing

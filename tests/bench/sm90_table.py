@@ -32,8 +32,9 @@ compiler, on a machine without a GPU. Shapes: {sizes}.
 `bytes` is what a launch must read and write at least once; `floor` is that over 3.35 TB/s (H100).
 Times of real runs are made by `tests/bench/gpu_kernels.py`. No kernel spills to local memory.
 
-A whole `follow` step with filters (statistics, filter, draw, walk) cannot be faster than {step:.1f} µs
-on an H100; one layer's attention over {keys:,} keys a session not faster than {layer:.0f} µs.
+A whole `follow` step with filters (statistics, filter, draw, walk) cannot be faster than
+{step:.1f} µs on an H100; one layer's attention over {keys:,} keys a session not faster than
+{layer:.0f} µs.
 
 """
 COLUMNS = (

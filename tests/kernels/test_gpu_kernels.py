@@ -8,6 +8,7 @@ import pytest
 @pytest.mark.timeout(400)
 def test_every_kernel_agrees_with_its_reference_on_this_gpu() -> None:
     pytest.importorskip("triton")
-    from bench import gpu_kernels
+    from bench.gpu_checks import failures
+    from bench.kernel_cases import Sizes
 
-    assert gpu_kernels.failures("cuda", gpu_kernels.Sizes()) == []
+    assert failures("cuda", Sizes()) == []

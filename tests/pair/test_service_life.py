@@ -11,12 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import ScriptedDrafter, eventually, generate, scripted, tiny_target, verifier
+from fakes import (
+    ScriptedDrafter,
+    eventually,
+    generate,
+    running,
+    scripted,
+    tiny_target,
+    verifier,
+)
 
 from draftwire.carriers import FOLDER, SharedMemoryRing
+from draftwire.channel import open_channel
 from draftwire.codec import encode
-from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
+from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_service.config import VerifierConfig
 from verifier_service.lane import LaneFacts
+from verifier_service.service import VerifierService
 
 FINISH = verifier_pb2.FinishReason
 STOP = {"max_tokens": 30, "ignore_eos": True}
@@ -84,23 +95,35 @@ def test_an_event_that_breaks_harms_no_request_and_no_other_event(target: Path) 
 
 def test_a_request_longer_than_the_grace_ends_with_what_was_made(target: Path) -> None:
     async def main() -> None:
-        answers = []
-        async with verifier(target, drain_grace_s=1.0) as (service, stub):
-            inner = service.engine.host.step
+        config = VerifierConfig(
+            listen="127.0.0.1:0",
+            model=str(target),
+            dtype="float32",
+            drain_grace_s=4.0,
+            log_level="error",
+        )
+        service = VerifierService(config)
+        serving = running(service, config)
+        address = await serving.__aenter__()
+        assert service.engine is not None
+        inner = service.engine.host.step
 
-            def slow(*args: Any) -> Any:
-                time.sleep(0.05)
-                return inner(*args)
+        def slow(*args: Any) -> Any:
+            time.sleep(0.05)
+            return inner(*args)
 
-            service.engine.host.step = slow
+        service.engine.host.step = slow  # type: ignore[method-assign]
+        async with open_channel(address) as channel:
+            stub = verifier_pb2_grpc.VerifierStub(channel)
             stop = {"max_tokens": 400, "ignore_eos": True}
             answers = [asyncio.create_task(generate(stub, p, stop=stop)) for p in ("a", "b")]
-            await eventually(lambda: service.engine.tokens > 3)
-        for answer in answers:
-            result = await answer
-            assert result.finished.reason == FINISH.FINISH_REASON_SHUTDOWN
-            assert 0 < len(result.tokens) < 400
-            assert result.finished.usage.completion_tokens == len(result.tokens)
+            await eventually(lambda: len(service.servicer._queues) == 2)
+            await serving.__aexit__(None, None, None)
+            for answer in answers:
+                result = await answer
+                assert result.finished.reason == FINISH.FINISH_REASON_SHUTDOWN
+                assert 0 < len(result.tokens) < 400
+                assert result.finished.usage.completion_tokens == len(result.tokens)
 
     asyncio.run(main())
 
@@ -134,7 +157,7 @@ def test_a_deadline_that_passes_while_a_proposal_is_awaited_ends_the_answer_in_t
             scripted(drafter) as address,
             verifier(target, [address], draft_wait_ms=30000, lane_timeout_s=60) as (_, stub),
         ):
-            answer = await generate(stub, "hello", stop=STOP, timeout=1.5)
+            answer = await generate(stub, "hello", stop=STOP, timeout=5)
             assert answer.finished.reason == FINISH.FINISH_REASON_DEADLINE
             assert answer.tokens
             never.set()
@@ -231,5 +254,21 @@ def test_pages_without_the_features_of_a_new_drafter_are_not_shared(target: Path
                 answer = await generate(stub, prompt, stop={"max_tokens": 2, "ignore_eos": True})
                 cached.append(answer.finished.usage.cached_tokens)
             assert cached == [0, 0, 80]
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_calls_that_wait_long_to_be_picked_up_are_served_and_not_cancelled(target: Path) -> None:
+    """The process is held up for longer than gRPC's own patience of 30 s with a call that waits."""
+
+    async def main() -> None:
+        async with verifier(target) as (_, stub):
+            await generate(stub, "warm", stop={"max_tokens": 1})
+            calls = [asyncio.create_task(generate(stub, "hello", stop=STOP)) for _ in range(8)]
+            for _ in range(6):  # the calls are under way, the server has taken in one of them
+                await asyncio.sleep(0)
+            time.sleep(32)  # noqa: ASYNC251  the loop itself is what is held up
+            assert [len((await call).tokens) for call in calls] == [30] * 8
 
     asyncio.run(main())
