@@ -27,7 +27,7 @@ from verifier_service.session import Proposal, Session
 
 Fault = drafter_pb2.FaultKind
 _SMOOTHING = 0.2
-_SLACK = 0.02  # seconds added to a lane's usual round trip before it counts as late: scheduling noise
+_SLACK = 0.02  # seconds added to a lane's usual round trip: scheduling noise
 _LONGEST_PAUSE = 64  # rounds
 
 
