@@ -119,6 +119,8 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - handed to whoever waits
@@ -240,7 +242,8 @@ class Engine:
             wishes.max_nodes,
             session.budget.max_nodes,
         )
-        parts = (wishes.parts & self._parts_available) or settings.parts
+        # A request that names parts gets those or nothing: another one would not be what it asked.
+        parts = wishes.parts & self._parts_available if wishes.parts else settings.parts
         return Job(session, context, block, min(bound for bound in bounds if bound), parts)
 
     def _answers(

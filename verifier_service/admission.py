@@ -34,6 +34,7 @@ class Limits:
     max_block_size: int
     max_nodes: int
     eos_ids: frozenset[int]
+    longest_token: int = 1024  # bytes that one token can stand for
 
 
 def admit(
@@ -94,6 +95,7 @@ def _prompt(message: verifier_pb2.GenerateRequest, tokenizer: Any, limits: Limit
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidArgument("prompt", "", "set: text, chat or token_ids")
+    _check_size(message, kind, limits)
     if kind == "token_ids":
         ids: Sequence[int] = _token_ids("token_ids.ids", message.token_ids.ids, limits)
         field = "token_ids.ids"
@@ -111,6 +113,16 @@ def _prompt(message: verifier_pb2.GenerateRequest, tokenizer: Any, limits: Limit
             reason="PROMPT_TOO_LONG",
         )
     return ids
+
+
+def _check_size(message: verifier_pb2.GenerateRequest, kind: str, limits: Limits) -> None:
+    """Refuse a text that cannot fit whatever its tokens are, before time is spent on its tokens."""
+    size = message.ByteSize()
+    most = limits.max_context * limits.longest_token
+    if kind != "token_ids" and size > most:
+        raise InvalidArgument(
+            kind, f"{size} bytes", f"at most {most} bytes", reason="PROMPT_TOO_LONG"
+        )
 
 
 def _chat(chat: verifier_pb2.Chat, tokenizer: Any) -> list[int]:

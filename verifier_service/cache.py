@@ -73,22 +73,25 @@ class PagePool:
         """Take a reference to each cached page that holds a full-page prefix of `tokens`; the pages
         in order."""
         pages: list[int] = []
+        used: list[bytes] = []
         for digest in self._digests(tokens, len(tokens) // self.page_size):
             page = self._cached.get(digest)
             if page is None:
                 break
-            self._cached.move_to_end(digest)
             self._idle -= self._references[page] == 0
             self._references[page] += 1
             pages.append(page)
+            used.append(digest)
+        # The oldest goes first: a tail without its head could not be found again.
+        for digest in reversed(used):
+            self._cached.move_to_end(digest)
         return pages
 
     def keep_prefix(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Make the full pages of `tokens` findable. Pages whose content is cached already stay
         private."""
-        for digest, page in zip(
-            self._digests(tokens, len(tokens) // self.page_size), pages, strict=False
-        ):
+        digests = self._digests(tokens, len(tokens) // self.page_size)
+        for digest, page in reversed(list(zip(digests, pages, strict=False))):
             if digest not in self._cached and page not in self._hash_of:
                 self._cached[digest] = page
                 self._hash_of[page] = digest

@@ -78,6 +78,9 @@ class Engine:
         self.tokens = 0
         self.nonfinite_rows = 0
         self.step_time = 0.0
+        self.quickest_step = float(
+            "inf"
+        )  # refusals go by this: a slow spell must not lock clients out
         self._tokenizer = tokenizer
         self._clock = clock
         self._emit = emit
@@ -177,7 +180,9 @@ class Engine:
         if self.sessions and (until is None or until <= now):
             self.lanes.give_up_waiting(self.scheduler.running)
             self.step()
-            self.step_time += 0.2 * (self._clock() - now - self.step_time)
+            taken = self._clock() - now
+            self.step_time += 0.2 * (taken - self.step_time)
+            self.quickest_step = min(self.quickest_step, taken)
         self.lanes.flush(self._clock(), heard=now)
         self._flush_out()
         self._last_step = self._clock()
@@ -203,13 +208,17 @@ class Engine:
                 survivors.append((item, verdict))
         self._compact(moves)
         for item, verdict in survivors:
-            self.lanes.tell(
-                item.session,
-                item.feed.base + _committed_rows(item) - 1,
-                len(verdict.path),
-                item.proposal is not None,
-            )
+            self._tell(item, verdict)
         self.steps += 1
+
+    def _tell(self, item: Work, verdict: Verdict) -> None:
+        """Report the round to the drafter; a fault of the lane costs the lane and not the round."""
+        previous = item.feed.base + _committed_rows(item) - 1
+        try:
+            self.lanes.tell(item.session, previous, len(verdict.path), item.proposal is not None)
+        except Exception as error:  # noqa: BLE001  the committed round stands whatever the lane does
+            self._log.exception("lane failed", error=repr(error))
+            self.lanes.drop_lane_of(item.session, repr(error))
 
     # -- parts of a step
 

@@ -301,6 +301,13 @@ class Lanes:
             self._epochs.pop(session.session_id, None)
             self._setbacks.pop(session.session_id, None)
 
+    def drop_lane_of(self, session: Session, why: str) -> None:
+        """Something of the lane's own broke (a tensor could not be put on its carrier): cut it."""
+        lane = self._lane_of.get(session.session_id)
+        if lane is not None:
+            lane.port.abandon(why)
+            self.lane_down(lane.port.lane_id)
+
     def _unlink(self, session_id: int) -> None:
         lane = self._lane_of.pop(session_id, None)
         if lane is not None:
@@ -337,7 +344,6 @@ class Lanes:
         """Send each lane what it has to be told: one message a step, more only for features that do
         not fit. `heard`: time up to which all answers have been taken in, if not `now`."""
         for lane in list(self.lanes.values()):
-            lane.pause = max(0, lane.pause - 1)
             waiting = lane.oldest_unacked_at
             silent = 0.0 if waiting is None else (now if heard is None else heard) - waiting
             if silent > self._lane_timeout:
@@ -346,6 +352,7 @@ class Lanes:
                 continue
             if not lane.outbox.pending or not lane.has_credit:
                 continue
+            lane.pause = max(0, lane.pause - 1)  # counted in rounds that were told
             first = lane.outbox.sequence + 1
             for request in lane.outbox.take():
                 lane.port.send(request)

@@ -11,6 +11,7 @@ import importlib.metadata
 import secrets
 import threading
 import time
+from typing import Any
 
 import grpc
 import structlog
@@ -77,7 +78,7 @@ class VerifierService:
         await self._drafters.start(_FIRST_DRAFTER_WAIT)
         self._ready_at = time.monotonic()
 
-    def _load(self) -> object:
+    def _load(self) -> Any:
         """Everything that blocks: weights, certification of the arithmetic, pages, a warm step."""
         config = self.config
         if config.threads:
@@ -137,7 +138,7 @@ class VerifierService:
             )
         return asked or min(host.max_context, fits)
 
-    def _limits(self, engine: Engine, tokenizer: object) -> Limits:
+    def _limits(self, engine: Engine, tokenizer: Any) -> Limits:
         config = self.config
         return Limits(
             vocab_size=engine.vocab_size,
@@ -147,6 +148,7 @@ class VerifierService:
             max_block_size=config.max_block_size,
             max_nodes=config.max_nodes,
             eos_ids=eos_ids(engine.host.model, tokenizer),
+            longest_token=max(len(token.encode()) for token in tokenizer.get_vocab()),
         )
 
     def _drafter_channel(self) -> ChannelConfig:

@@ -78,7 +78,8 @@ class Proposal:
     def cut(self, nodes: int) -> Proposal:
         """The first `nodes` nodes: parents come before their children, so any prefix is a tree."""
         tree = TokenTree(self.tree.tokens[:nodes], self.tree.parents[:nodes])
-        return Proposal(self.base, tree, self.parts[:nodes], self.block_size, self.reason)
+        load = BlockSizeReason.BLOCK_SIZE_REASON_LOAD
+        return Proposal(self.base, tree, self.parts[:nodes], max(tree.depths()) + 1, load)
 
     def pruned(self, depth: int) -> Proposal | None:
         """Without nodes deeper than `depth` tokens; None if none is left."""

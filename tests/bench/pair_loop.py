@@ -174,7 +174,7 @@ async def main() -> int:
             tokens=32 if given.quick else 128,
             seconds=seconds,
             vocab=256,
-            nodes=16,
+            nodes=15,
         )
     demo = await target_cells(
         TARGET, given, tokens=4 if given.quick else 24, seconds=seconds, vocab=40000, nodes=4

@@ -43,7 +43,7 @@ from draftwire_kernels.tree import TokenTree
 BLOCKS = (1, 2, 5, 8, 16)
 IN_FLIGHT = (1, 4, 16)
 BATCH = 16
-NODES = 16
+NODES = 15
 GREEDY = {"temperature": 0.0}
 SAMPLED = ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40})
 Requests = list[tuple[Sequence[int], dict[str, Any]]]

@@ -29,7 +29,7 @@ from fakes import (
     verifier,
 )
 
-from draftwire.v1 import verifier_pb2
+from draftwire.v1 import types_pb2, verifier_pb2
 
 STOP = {"max_tokens": 60, "ignore_eos": True}
 READY = verifier_pb2.LANE_STATE_READY
@@ -377,5 +377,26 @@ def test_a_drafter_made_for_another_model_refuses_and_says_what_differs(
             assert "96" in lane.last_error
             assert "48" in lane.last_error
             assert len((await generate(stub, TEXTS[0], stop=STOP)).tokens) == 60
+
+    asyncio.run(main())
+
+
+def test_parts_named_by_a_request_are_used_alone(target: Path, checkpoint: Path) -> None:
+    async def main() -> None:
+        async with (
+            drafters(checkpoint, 1) as (drafter,),
+            verifier(target, [drafter.address], draft_wait_ms=5000) as (service, stub),
+        ):
+            await _lanes(service, 1)
+            used = {}
+            for part in (types_pb2.DRAFT_PART_NGRAM, types_pb2.DRAFT_PART_ARGMAX):
+                answer = await generate(stub, TEXTS[0], stop=STOP, speculation={"parts": [part]})
+                used[part] = {c.part for c in answer.finished.acceptance.accepted_per_part}
+            assert used[types_pb2.DRAFT_PART_NGRAM] <= {types_pb2.DRAFT_PART_NGRAM}
+            assert used[types_pb2.DRAFT_PART_ARGMAX] == {types_pb2.DRAFT_PART_ARGMAX}
+            # This drafter has no branches: what was asked for is not replaced by something else.
+            branches = {"parts": [types_pb2.DRAFT_PART_BRANCHES]}
+            answer = await generate(stub, TEXTS[0], stop=STOP, speculation=branches)
+            assert answer.finished.acceptance.drafted_tokens == 0
 
     asyncio.run(main())

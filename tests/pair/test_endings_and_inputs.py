@@ -195,6 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": {"ids": [1] * CONTEXT}}, "token_ids.ids"),
     ({"text": ""}, "text"),
     ({"text": "x" * 1000}, "text"),
+    ({"text": "x" * 3_000_000}, "text"),
     ({}, "prompt"),
 ]
 

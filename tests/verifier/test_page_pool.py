@@ -83,3 +83,18 @@ def test_the_scratch_page_is_never_handed_out() -> None:
     assert 0 not in pool.allocate(3)
     with pytest.raises(ResourceExhausted):
         pool.allocate(1)
+
+
+def test_the_head_of_a_cached_prefix_outlives_its_tail() -> None:
+    """A tail without its head could not be found again, so it goes first."""
+    pool = PagePool(5, PAGE)
+    tokens = list(range(4 * PAGE))
+    pages = pool.allocate(4)
+    pool.keep_prefix(tokens, pages)
+    pool.release(pages)
+    fresh = pool.allocate(2)
+    found = pool.find_prefix(tokens)
+    assert found == pages[:2]
+    pool.release(found)
+    pool.release(fresh)
+    pool.check()

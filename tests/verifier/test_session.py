@@ -135,3 +135,10 @@ def test_a_path_never_commits_past_max_tokens_or_the_context(
     if depth:
         assert s.made + depth + 1 <= s.request.max_tokens
         assert len(s.tokens) + depth + 1 <= context
+
+
+def test_a_tree_cut_for_the_load_of_a_step_says_so() -> None:
+    tree = TokenTree((1, 2, 3, 4), (-1, 0, 1, 2))
+    cut = Proposal(0, tree, (3, 3, 3, 3), 5, types_pb2.BLOCK_SIZE_REASON_FIXED).cut(2)
+    assert cut.tree.tokens == (1, 2)
+    assert (cut.block_size, cut.reason) == (3, types_pb2.BLOCK_SIZE_REASON_LOAD)
