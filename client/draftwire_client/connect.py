@@ -6,6 +6,7 @@ their first call.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from dataclasses import dataclass
 from typing import Self
@@ -37,11 +38,12 @@ class ConnectConfig:
         return dataclasses.replace(self.channel, health_checked=False)
 
 
-class Connectable:
+class Connectable(abc.ABC):
     """The constructor of both clients."""
 
+    @abc.abstractmethod
     def __init__(self, config: ConnectConfig) -> None:
-        raise NotImplementedError
+        """A client with a checked configuration; `connect` makes it."""
 
     @classmethod
     def connect(

@@ -123,8 +123,7 @@ def main() -> int:
     """Run the arms in turn and write demo_speed.json; 1 if invariant arms differ in tokens."""
     given, load = options(__doc__), load_average()
     arguments, trained = drafter_arguments()
-    # Without a trained drafter little is accepted and every arm takes long.
-    count, tokens, repeats = (1, 12, 1) if given.quick else (6, 64, 2 if trained else 1)
+    count, tokens, repeats = (1, 12, 1) if given.quick else (4, 48, 1)
     tokenizer = demo_tokenizer()
     prompts = [chat_ids(tokenizer, text) for text in read_prompts(None, count)]
     runs: dict[str, list[Run]] = {name: [] for name in ARMS}
