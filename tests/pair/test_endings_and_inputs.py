@@ -357,9 +357,12 @@ def test_a_deadline_cuts_with_what_was_made_and_one_that_cannot_be_met_is_refuse
             )
             assert answer.finished.reason == FINISH.FINISH_REASON_DEADLINE
             assert 0 < len(answer.tokens) < 100
+            engine.quickest_step = 2.0  # as if the target had never made a step in less
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await generate(stub, "hello", timeout=0.03)
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                await generate(stub, "hello", timeout=2.5)
+            error = from_rpc_error(caught.value)
+            assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (error.reason, error.metadata["field"]) == ("DEADLINE_TOO_SHORT", "deadline")
 
     def threading_wait(seconds: float) -> None:
         import threading
