@@ -67,7 +67,7 @@ class VerifierConfig(WireConfig):
         15,
         help="default and most drafted tokens verified a round",
         minimum=1,
-        maximum=256,
+        maximum=255,
     )
     max_context: int = setting(
         0, help="longest prompt and output together; 0: the model's", minimum=0
@@ -77,7 +77,9 @@ class VerifierConfig(WireConfig):
     max_sessions: int = setting(64, help="requests decoded at a time", minimum=1, maximum=4096)
     max_waiting: int = setting(1024, help="requests that may wait; more are refused", minimum=0)
     max_step_rows: int = setting(1024, help="rows of a target step", minimum=4, maximum=65536)
-    prefill_rows: int = setting(256, help="prompt rows of a target step", minimum=1, maximum=65536)
+    prefill_rows: int = setting(
+        256, help="most prompt rows of a target step", minimum=1, maximum=65536
+    )
     page_size: int = setting(16, help="positions of a KV page", minimum=1, maximum=1024)
     kv_tokens: int = setting(16384, help="positions the KV cache holds", minimum=256)
     stall_s: float = setting(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,11 +62,20 @@ class TargetHost:
             if invariant:
                 self.plan = numerics.certify(model, self.num_heads, self.kv_heads, self.head_dim)
         if self.plan.chunk is not None:
-            numerics.cut_products(model, self.plan.chunk)
+            numerics.cut_products(model, self.plan.chunk, pad=True)
+        elif invariant:
+            # A step may have more rows than were certified at once.
+            numerics.cut_products(model, self.plan.buckets[-1], pad=False)
 
     @property
     def cache_shape(self) -> CacheShape:
         return CacheShape(self.num_layers, self.kv_heads, self.head_dim, self.hidden_size)
+
+    @property
+    def most_session_rows(self) -> int:
+        """Rows of one session in a step for which attention's shared products were certified."""
+        shared = self.invariant and self.plan.share_attention
+        return self.plan.attention_rows[-1] if shared else sys.maxsize
 
     def capture(self, layer: int) -> None:
         """Catch the output of decoder layer `layer` (0-based) in every step from now on."""

@@ -71,12 +71,16 @@ def certify(
     )
 
 
-def cut_products(model: nn.Module, rows: int) -> None:
-    """Make every linear layer of `model` work in pieces of `rows` rows; the weights stay in the
-    processor's cache meanwhile."""
+def cut_products(model: nn.Module, rows: int, *, pad: bool) -> None:
+    """Make every linear layer of `model` work in pieces of at most `rows` rows; the weights stay in
+    the processor's cache meanwhile. `pad`: every piece has exactly `rows`; otherwise smaller inputs
+    are left alone, since their counts were shown to agree.
+    """
 
     def cut(layer: nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
         flat = inputs.reshape(-1, inputs.shape[-1])
+        if not pad and flat.shape[0] <= rows:
+            return F.linear(inputs, layer.weight, layer.bias)
         missing = -flat.shape[0] % rows
         padded = F.pad(flat, (0, 0, 0, missing)) if missing else flat
         pieces = [F.linear(piece, layer.weight, layer.bias) for piece in torch.split(padded, rows)]

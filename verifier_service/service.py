@@ -99,7 +99,10 @@ class VerifierService:
             tokenizer,
             pool,
             Budgets(
-                config.max_sessions, config.max_step_rows, config.prefill_rows, config.max_waiting
+                config.max_sessions,
+                config.max_step_rows,
+                min(config.prefill_rows, host.most_session_rows),
+                config.max_waiting,
             ),
             EngineLimits(config.draft_wait_ms / 1e3, config.lane_timeout_s, config.stall_s),
             vocab_size=min(len(tokenizer), host.embedding_rows),

@@ -123,10 +123,47 @@ def test_products_cut_into_pieces_give_rows_that_do_not_depend_on_their_number()
     rows = torch.randn(53, 48)
     with torch.inference_mode():
         before = model(rows)
-        cut_products(model, 16)
+        cut_products(model, 16, pad=True)
         whole = model(rows)
         assert all(
             torch.equal(model(rows[i : i + n])[0], whole[i]) for i in range(53) for n in (1, 2, 9)
         )
         assert whole.shape == (53, 7)
         assert torch.allclose(whole, before, atol=1e-5)
+
+
+def test_no_product_sees_more_rows_than_were_certified(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many sessions make steps past the largest count tried; their products are cut to it."""
+    from verifier_service import numerics
+
+    honest, seen = numerics.F.linear, []
+
+    def spy(rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.numel() // rows.shape[-1])
+        return honest(rows, *rest)
+
+    slots = [target.slots(150) for _ in range(4)]
+    monkeypatch.setattr(numerics.F, "linear", spy)
+    feeds = [Feed(target.ids[:150], 0, s, None, (149,)) for s in slots]
+    output = target.host.step(feeds, target.store)
+    assert len(output.packed.token_ids) > 256
+    assert set(seen) <= set(target.host.plan.buckets)
+    for index, where in enumerate(slots):
+        assert torch.equal(output.of(index, 1)[0], target.plain[149])
+        assert torch.equal(target.store.keys[:, where], target.keys[:, :150])
+
+
+def test_a_prompt_piece_is_never_longer_than_what_attention_was_certified_for(
+    tmp_path: Path,
+) -> None:
+    from verifier_service.config import VerifierConfig
+    from verifier_service.service import VerifierService
+
+    model = str(tiny_target(tmp_path / "target"))
+    service = VerifierService(VerifierConfig(model=model, kv_tokens=1024, prefill_rows=4096))
+    service._load()
+    assert service.engine is not None
+    plan = service.engine.host.plan
+    assert service.engine.scheduler.budgets.prefill_rows == plan.attention_rows[-1]
