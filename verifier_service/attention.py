@@ -57,6 +57,8 @@ def paged_attention(
         raise RuntimeError("sliding-window attention layers are not served by draftwire_paged")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     store, packed = draftwire.store, draftwire.packed
+    if packed.plan is not None:
+        return _paged_kernels(query, key, value, scaling, layer, draftwire), None
     store.write_kv(layer, packed.write_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     rows = query[0].transpose(0, 1)  # [N, H, d]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -66,6 +68,31 @@ def paged_attention(
         result = attend(rows, store.keys[layer], store.values[layer], group, scale)
         out.index_copy_(0, group.targets, result.to(out.dtype))
     return out.unsqueeze(0), None
+
+
+def _paged_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    layer: int,
+    context: AttentionContext,
+) -> torch.Tensor:
+    """The same on the device's kernels: new keys and values to their pages, then attention over
+    them; flash-attn for chains where bits may differ."""
+    from draftwire_kernels import attention_triton, flash, pages_triton
+
+    plan = context.packed.plan
+    assert plan is not None
+    keys, values = context.store.keys[layer], context.store.values[layer]
+    pages_triton.write_rows(
+        key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, plan.slots
+    )
+    rows = query[0].transpose(0, 1)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    fast = not context.invariant and query.is_cuda and flash.takes(rows, plan)
+    attend = flash.attend if fast else attention_triton.attend
+    return attend(rows, keys, values, plan, scale).unsqueeze(0)
 
 
 def attend_invariant(

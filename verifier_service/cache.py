@@ -153,6 +153,7 @@ class PagedStore:
     ) -> None:
         slots = pool.num_pages * pool.page_size
         self.shape, self.dtype, self.device, self.slots = shape, dtype, device, slots
+        self.page_size = pool.page_size
         kv = (shape.num_layers, slots, shape.kv_heads, shape.head_dim)
         # Zeros, not empty: masked positions are multiplied by zero probabilities, and 0 * NaN would
         # leak.
@@ -177,6 +178,11 @@ class PagedStore:
         """Features [rows, layers * hidden] of the positions at `slots`, layers side by side in the
         order given."""
         return torch.cat([self.features[layer].index_select(0, slots) for layer in layers], dim=-1)
+
+    def stacks(self) -> list[torch.Tensor]:
+        """Everything a slot holds, as tensors [stacks, slots, heads, width] that share memory."""
+        features = [rows[None, :, None, :] for rows in self.features.values()]
+        return [self.keys, self.values, *features]
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy KV and features of slots `source` to slots `target` (int64 [rows]); overlap is safe,

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from draftwire.models import ModelSource
 from verifier_service import attention, numerics
 from verifier_service.cache import CacheShape, PagedStore
 from verifier_service.packing import Feed, Packed, bucket, pack
+
+Kernels = Literal["auto", "triton", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,10 @@ class StepOutput:
 class TargetHost:
     """The target model with its row plan. One thread uses it."""
 
-    def __init__(self, model: nn.Module, *, invariant: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, invariant: bool = True, kernels: Kernels = "auto"
+    ) -> None:
+        """`kernels`: Triton's for attention and acceptance (auto: on CUDA), or the reference."""
         self.model = model.eval()
         config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
         self.hidden_size = int(config.hidden_size)
@@ -57,6 +62,7 @@ class TargetHost:
         self._layers = _decoder_layers(model, self.num_layers)
         self._hooks: dict[int, Any] = {}
         self.invariant = invariant
+        self.kernels = kernels == "triton" or (kernels == "auto" and self.device.type == "cuda")
         with torch.inference_mode():
             self.plan = numerics.FAST
             if invariant:
@@ -74,7 +80,7 @@ class TargetHost:
     @property
     def most_session_rows(self) -> int:
         """Rows of one session in a step for which attention's shared products were certified."""
-        shared = self.invariant and self.plan.share_attention
+        shared = self.invariant and self.plan.share_attention and not self.kernels
         return self.plan.attention_rows[-1] if shared else sys.maxsize
 
     def capture(self, layer: int) -> None:
@@ -98,6 +104,7 @@ class TargetHost:
             self.device,
             invariant=self.invariant,
             share=self.plan.share_attention,
+            page_size=store.page_size if self.kernels else 0,
         )
         keep = self._logit_rows(packed)
         context = attention.AttentionContext(store, packed, self.invariant)

@@ -22,6 +22,8 @@ from verifier_service.packing import BLOCK
 STEP_ROWS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ATTENTION_ROWS = (4, 8, 16, 32, 64, 128, 256)
 FIXED_ROWS = (16, 32)
+# Up to here a GPU's product is bound by its weights, and each further piece reads them again.
+FIXED_ROWS_CUDA = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def certify(
     share = len(attention) > 0
     if len(agreed) >= 2:
         return RowPlan(agreed, attention or (4,), None, share)
-    for rows in FIXED_ROWS:
+    for rows in FIXED_ROWS_CUDA if weights[0].is_cuda else FIXED_ROWS:
         if all(_position_free(weight, rows, seed) for weight in weights):
             return RowPlan((rows,), attention or (4,), rows, share)
     raise RuntimeError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftwire_kernels.attention import AttentionPlan, plan
 from verifier_service.cache import SCRATCH_PAGE
 
 BLOCK = 64  # positions summed together; part of the arithmetic, so never changed at run time
@@ -84,6 +85,7 @@ class Packed:
     logit_offsets: tuple[int, ...]  # first logit row of each feed
     groups: tuple[AttentionGroup, ...]
     real_rows: int  # rows before padding
+    plan: AttentionPlan | None = None  # layout for the device's kernels, instead of groups
 
 
 def bucket(count: int, sizes: Sequence[int]) -> int:
@@ -102,13 +104,14 @@ def pack(
     *,
     invariant: bool = True,
     share: bool = True,
+    page_size: int = 0,
 ) -> Packed:
     """Lay `feeds` out as one step.
 
     `row_buckets`: row counts a step may have; `attention_rows`: rows a session may have in an
     attention group.
     `share=False` gives every row all its keys of its own (slow, for processors on which shared and
-    own sums differ in bits).
+    own sums differ in bits). `page_size`: lay attention out for the device's paged kernels.
     """
     layout = _Layout(tuple(attention_rows), device, invariant, share)
     offsets: list[int] = []
@@ -136,9 +139,29 @@ def pack(
         logit_rows=_tensor(np.asarray(logit_rows, dtype=np.int64), device),
         offsets=tuple(offsets),
         logit_offsets=tuple(logit_offsets),
-        groups=tuple(_groups(feeds, offsets, layout)),
+        groups=() if page_size else tuple(_groups(feeds, offsets, layout)),
         real_rows=real,
+        plan=_plan(feeds, page_size, padding, device) if page_size else None,
     )
+
+
+def _plan(
+    feeds: Sequence[Feed], page_size: int, padding: int, device: torch.device
+) -> AttentionPlan:
+    """The kernels' view of the same rows: page tables instead of slots."""
+    ends = [feed.base + len(feed.tokens) for feed in feeds]
+    tables = np.zeros((len(feeds), -(-max(ends) // page_size)), dtype=np.int32)
+    for table, feed, end in zip(tables, feeds, ends, strict=True):
+        pages = feed.slots[:end:page_size] // page_size
+        table[: len(pages)] = pages
+    rows = [len(feed.tokens) if feed.is_chain else _parents(feed) for feed in feeds]
+    base = [feed.base for feed in feeds]
+    return plan(_tensor(tables, device), base, rows, page_size, pad_rows=padding)
+
+
+def _parents(feed: Feed) -> Sequence[int]:
+    assert feed.parents is not None  # a feed without parents is a chain
+    return feed.parents
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ tokens too: one that wins is as good as always the owner of its group, and m res
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ BRANCH = 4
 GROUP = 64
 """Tokens that share a level-0 word."""
 BELOW_ONE = np.float32(1 - 2**-24)
-_FEW_GROUPS = 40
+_FEW_GROUPS = 80
 """Up to this many scattered groups are made one by one; beyond, as part of one run from token 0."""
 
 Words = npt.NDArray[np.uint64]
@@ -67,6 +68,8 @@ _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _LOW32 = np.uint64(0xFFFFFFFF)
 _LOW58 = np.uint64(2**58 - 1)
 _S32, _S58 = np.uint64(32), np.uint64(58)
+_MINUS_58, _HALF_STEP = np.float32(-(2.0**-58)), np.float32(2.0**-59)
+_MINUS_GROUP = np.float32(-1 / GROUP)
 _local = threading.local()
 
 
@@ -164,11 +167,28 @@ def group_halves(
         row = token_halves(seed, position, (int(groups[-1]) + 1) * GROUP, purpose, base)
         return row.reshape(-1, GROUP)[groups]
     generator = _generator(seed, (1, position, 1, base), purpose)
-    words = np.empty((groups.size, GROUP // 2), dtype=np.uint64)
-    for row_words, group in zip(words, groups.tolist(), strict=True):
+    runs = []
+    for group in groups.tolist():
         generator.counter[0] = group * (GROUP // 8)
-        row_words[:] = generator.words(GROUP // 2)
-    return _halves(words)
+        runs.append(generator.words(GROUP // 2))
+    return _halves(np.concatenate(runs)).reshape(-1, GROUP)
+
+
+def token_uniforms(
+    seed: int, position: int, purpose: int = TARGET, base: int = 0
+) -> Callable[[int], float]:
+    """Level 1 of single tokens, as uniforms: the way to a few scattered ones.
+
+    The function serves until this thread asks for other noise.
+    """
+    generator = _generator(seed, (1, position, 1, base), purpose)
+
+    def of(token: int) -> float:
+        generator.counter[0] = token // 8
+        half = np.float32(_halves(generator.words(4))[token % 8])
+        return float(min(half * np.float32(2**-32) + np.float32(2**-33), BELOW_ONE))
+
+    return of
 
 
 def uniform32(halves: npt.NDArray[np.uint32]) -> Floats:
@@ -216,9 +236,14 @@ def philox(counters: Words, seeds: Words, purpose: int) -> Words:
 
 
 def _split(words: Words) -> tuple[Floats, npt.NDArray[np.int64]]:
-    minima = exponential(uniform58(words))
-    minima *= np.float32(1 / GROUP)
-    return minima, (words >> _S58).astype(np.int64)
+    # exponential(uniform58(words)) / 64 in fewer steps: signs and powers of two are folded, which
+    # is exact, and 58 bits fit a signed word, whose conversion is native.
+    less = (words & _LOW58).view(np.int64).astype(np.float32)
+    less *= _MINUS_58
+    less -= _HALF_STEP
+    torch.from_numpy(np.maximum(less, -BELOW_ONE, out=less)).log1p_()
+    less *= _MINUS_GROUP
+    return less, (words >> _S58).view(np.int64)
 
 
 def _halves(words: Words) -> npt.NDArray[np.uint32]:
@@ -253,10 +278,14 @@ class _Native:
     """numpy's Philox with its state dictionary kept, so that moving it is one assignment."""
 
     def __init__(self) -> None:
-        self._philox = np.random.Philox(key=0)
-        self._state = self._philox.state
+        self._philox: Any = np.random.Philox(key=0)
+        # Lists of Python numbers: the setter reads them three times as fast as arrays.
+        self.counter: list[int] = [0, 0, 0, 0]
+        self.key: list[int] = [0, 0]
+        self._state: dict[str, Any] = dict(self._philox.state)
+        self._state["state"] = {"counter": self.counter, "key": self.key}
+        self._state["buffer"] = [0, 0, 0, 0]
         self._state["buffer_pos"] = 4  # nothing buffered: the next word starts a block
-        self.counter, self.key = self._state["state"]["counter"], self._state["state"]["key"]
 
     def words(self, count: int) -> Words:
         """Words from the block after `counter` on; counter itself does not move."""

@@ -11,16 +11,29 @@ out unless a filter or a caller wants probabilities.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from draftwire_kernels.noise import Floats
-from draftwire_kernels.race import check_finite, group_maxima, in_groups
+from draftwire_kernels.race import (
+    argmax,
+    check_finite,
+    group_maxima,
+    in_groups,
+    perturbed_argmax,
+    perturbed_argmax_of,
+)
 from draftwire_kernels.sampling import History, Sampling, SamplingError
 
 Ids = npt.NDArray[np.int64]
+
+_FEW = 4096
+"""Up to this many kept tokens are drawn from one by one; more, as a row."""
+_SURELY = 1 + 1e-4
+"""More than fp32 sums of a row's weights differ by."""
 
 
 def target_scores(
@@ -37,14 +50,52 @@ def target_scores(
     temperature. Raises NonFiniteRow (here if the row is edited or filtered, else when it is drawn
     from), SamplingError for a missing history or ids outside the vocabulary.
     """
+    return kept_scores(
+        logits, sampling, position=position, history=history, allowed=allowed
+    ).masked()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptScores:
+    """Scores of a row and which of its tokens the filters keep."""
+
+    row: Floats
+    """fp32 [V], -inf = excluded before the filters; maybe the logits themselves: read only."""
+    ids: Ids | None
+    """The tokens kept, ascending; None: all that `row` does not exclude."""
+
+    def masked(self) -> Floats:
+        """The row with -inf for every token that may not be drawn."""
+        if self.ids is None:
+            return self.row
+        kept = np.full_like(self.row, -np.inf)
+        kept[self.ids] = self.row[self.ids]
+        return kept
+
+    def draw(self, sampling: Sampling, position: int) -> int:
+        """The target's token: greedy argmax, else argmax(score + gumbel). Raises NonFiniteRow."""
+        if sampling.greedy:
+            return argmax(self.row)
+        if self.ids is None or self.ids.size > _FEW:
+            return perturbed_argmax(self.masked(), sampling.seed, position)
+        return perturbed_argmax_of(self.ids, self.row[self.ids], sampling.seed, position)
+
+
+def kept_scores(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    *,
+    position: int,
+    history: History | None = None,
+    allowed: torch.Tensor | None = None,
+) -> KeptScores:
+    """What a row's next token is drawn from. Arguments and errors as for `target_scores`."""
     row = _host_row(logits, sampling, position, history, allowed)
     if sampling.greedy:
-        return row
+        return KeptScores(row, None)
     if sampling.temperature != 1:
         row = row / np.float32(sampling.temperature)
-    if sampling.filters:
-        row = _filter(row, sampling)
-    return row
+    return KeptScores(row, _filter(row, sampling) if sampling.filters else None)
 
 
 def normalise(scores: Floats) -> Floats:
@@ -96,7 +147,8 @@ def _penalise(row: Floats, sampling: Sampling, history: History) -> None:
     row[ids] = seen
 
 
-def _filter(row: Floats, sampling: Sampling) -> Floats:
+def _filter(row: Floats, sampling: Sampling) -> Ids | None:
+    """Finite tokens that top-k, top-p and min-p keep, ascending; None: all of them."""
     maxima = group_maxima(in_groups(row))
     largest = maxima.max()
     check_finite(float(largest))
@@ -109,11 +161,9 @@ def _filter(row: Floats, sampling: Sampling) -> Floats:
     if sampling.min_p > 0:
         least = largest + np.float32(math.log(sampling.min_p))
         ids = np.flatnonzero(row >= least) if ids is None else ids[row[ids] >= least]
-    if ids is None:
-        return row
-    kept = np.full_like(row, -np.inf)
-    kept[ids] = row[ids]
-    return kept
+    if ids is not None and float(row[ids].min()) == -np.inf:
+        ids = ids[row[ids] > -np.inf]
+    return ids
 
 
 def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, top_p: float) -> Ids:
@@ -123,13 +173,27 @@ def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, to
         need = top_p * float(_weights(values, largest).sum(dtype=np.float64))
         return ids[_first(values, _prefix(values, largest, need))]
     weights = _weights(row, largest)
-    need = top_p * float(torch.from_numpy(weights).sum())
-    # Few tokens hold most of a model's row; only a flat row is sorted as a whole.
+    total = float(torch.from_numpy(weights).sum())
+    need = top_p * total
+    # Few tokens hold most of a model's row. Of any upper set that holds enough, the prefix is the
+    # same.
     for count in (16, 128):
         ids = _at_least(row, maxima, count)
         if float(weights[ids].sum()) >= need:
             return ids[_first(row[ids], _prefix(row[ids], largest, need))]
-    return _first(row, _prefix(row, largest, need))
+    # Tokens less likely than this one have less than 1 - top_p together.
+    lowest = (1 - top_p) * total / row.size
+    ids = np.flatnonzero(weights >= np.float32(0.99 * lowest))
+    held = weights[ids]
+    for likely in (1 / 16, 1 / 256, 1 / 4096):
+        # Any of these that holds enough leaves less to be sorted.
+        some = np.flatnonzero(held >= np.float32(likely * need / 16))
+        if some.size < ids.size and float(held[some].sum()) >= need * _SURELY:
+            ids = ids[some]
+            break
+    if float(weights[ids].sum()) < need:
+        ids = np.arange(row.size)
+    return ids[_first(row[ids], _prefix(row[ids], largest, need))]
 
 
 def _weights(values: Floats, largest: np.float32) -> Floats:

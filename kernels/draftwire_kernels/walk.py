@@ -20,7 +20,7 @@ import torch
 from draftwire_kernels import noise
 from draftwire_kernels.noise import Floats
 from draftwire_kernels.race import NonFiniteRow, argmax, perturbed_argmax, perturbed_top
-from draftwire_kernels.rows import normalise, target_scores
+from draftwire_kernels.rows import kept_scores, normalise, target_scores
 from draftwire_kernels.sampling import History, Sampling
 from draftwire_kernels.tree import TokenTree
 
@@ -126,19 +126,19 @@ def follow(
         while node is not None:
             here = position + len(path)
             try:
-                scores = target_scores(
+                scores = kept_scores(
                     logits[node + 1],
                     sampling,
                     position=here,
                     history=history,
                     allowed=grammar.allowed() if grammar is not None else None,
                 )
-                token = draw(scores, sampling, here)
+                token = scores.draw(sampling, here)
             except NonFiniteRow as error:
                 raise NonFiniteRow(node + 1, error.found) from None
             tokens.append(token)
             if want_logprobs or top_logprobs:
-                row = normalise(scores)
+                row = normalise(scores.masked())
                 logprobs.append(float(row[token]))
                 top.append(most_likely(row, top_logprobs))
             node = tree.child(node, token)

@@ -4,7 +4,7 @@ Knows the references and the kernels' public functions. Each check yields a line
 disagreement and nothing else; it measures nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from draftwire_kernels import (
     attention,
     attention_cpu,
     attention_triton,
+    edits_triton,
     noise,
     noise_triton,
     pages,
@@ -25,8 +26,9 @@ from draftwire_kernels import (
 from draftwire_kernels.accept import Rule, accept
 from draftwire_kernels.accept_triton import accept_rows
 from draftwire_kernels.draft_probs import DraftProbs
+from draftwire_kernels.edits import round_edits
 from draftwire_kernels.rows import normalise, target_scores
-from draftwire_kernels.sampling import Sampling
+from draftwire_kernels.sampling import History, Sampling
 from draftwire_kernels.tree import TokenTree
 from draftwire_kernels.walk import draw, follow
 
@@ -40,7 +42,12 @@ SAMPLINGS = [
 
 
 def a_round(
-    samplings: list[Sampling], vocab: int, nodes: int, dtype: torch.dtype, seed: int
+    samplings: list[Sampling],
+    vocab: int,
+    nodes: int,
+    dtype: torch.dtype,
+    seed: int,
+    histories: Sequence[History | None] = (),
 ) -> tuple[list[torch.Tensor], list[TokenTree], list[int]]:
     """Logits [nodes + 1, V], a tree that is often right, and the first position, a session."""
     rng = np.random.default_rng(seed)
@@ -54,9 +61,10 @@ def a_round(
             parents = list(range(-1, nodes - 1))
         depths = TokenTree((0,) * nodes, tuple(parents)).depths()
         tokens = []
+        history = histories[session] if histories else None
         for parent, depth in zip(parents, depths, strict=True):
             here = positions[-1] + depth - 1
-            scores = target_scores(logits[-1][parent + 1], sampling, position=here)
+            scores = target_scores(logits[-1][parent + 1], sampling, position=here, history=history)
             right = draw(scores, sampling, here)
             tokens.append(right if rng.random() < 0.8 else int(rng.integers(vocab)))
         trees.append(TokenTree(tuple(tokens), tuple(parents)))
@@ -81,6 +89,33 @@ def check_follow(device: str, samplings: list[Sampling], vocab: int, nodes: int)
                 yield f"follow {dtype} session {s}: {got.token[s].tolist()}, want {want.tokens}"
             elif not np.allclose(got.logprob[s, :count].tolist(), want.logprobs or (), atol=1e-4):
                 yield f"follow {dtype} session {s}: log-probabilities differ"
+
+
+def check_edits(device: str, vocab: int, nodes: int) -> Iterator[str]:
+    """edit_rows before follow_rows against walk.follow: bias, penalties along the path, bans."""
+    samplings = [
+        Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, seed=6),
+        Sampling(temperature=0.0, logit_bias=((3, 9.0), (7, -2.0)), repetition_penalty=0.8),
+        Sampling(top_p=0.9, banned_ids=tuple(range(0, vocab, 3)), banned_before=2**40, seed=7),
+    ]
+    histories = [History(vocab, range(0, vocab, 5)), History(vocab, [1, 2, 2]), None]
+    for history in histories[:2]:
+        for token in (4, 5, 5, 9):
+            history.append(token)
+    logits, trees, positions = a_round(samplings, vocab, nodes, torch.bfloat16, 8, histories)
+    packed = rounds.round_trees(trees, device)
+    params = rounds.row_params(samplings, positions, packed.owner, packed.depth)
+    rows = torch.cat(logits).to(device).float()
+    tables = round_edits(samplings, histories, trees, vocab, device)
+    edits_triton.edit_rows(rows, packed, params, tables)
+    got = walk_triton.follow_rows(rows, packed, params)
+    for s, tree in enumerate(trees):
+        want = follow(
+            logits[s], tree, samplings[s], position=positions[s], history=histories[s]
+        ).tokens
+        found = got.token[s, : int(got.count[s])].tolist()
+        if found != list(want):
+            yield f"edits session {s}: {found}, want {want}"
 
 
 def check_accept(device: str, samplings: list[Sampling], vocab: int, nodes: int) -> Iterator[str]:
@@ -238,6 +273,7 @@ def failures(device: str, sizes: Sizes) -> list[str]:
     for check in (
         check_noise_and_packing(device, vocab),
         check_follow(device, samplings, vocab, nodes),
+        check_edits(device, vocab, nodes),
         check_accept(device, samplings, min(vocab, 20_000), nodes),
         check_attention(device, sizes),
         check_pages(device, sizes),

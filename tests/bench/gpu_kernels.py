@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "kernels")]
@@ -110,10 +111,37 @@ def speed(device: str, sizes: Sizes) -> dict[str, object]:
     del step.logits
     for case in attention_cases(step):
         measure(case)
-    return {"copy_bytes_per_second": bandwidth, "cases": rows, "flash": against_flash(step)}
+    figures: dict[str, Any] = {
+        "copy_bytes_per_second": bandwidth,
+        "cases": rows,
+        "flash": against_flash(step),
+        "sdpa": against_sdpa(step),
+    }
+    return {**figures, "aims": aims(figures)}
 
 
-def against_flash(step: Step) -> dict[str, object]:
+def aims(figures: dict[str, Any]) -> list[dict[str, object]]:
+    """What was aimed at, what was found, and whether that is met; None where nothing was found."""
+    case = {row["case"]: row for row in figures["cases"]}
+    plain = case["whole acceptance step, no filter"]["us"]
+    filtered = case["whole acceptance step, top-k 20, top-p 0.95"]["us"]
+    other = figures["flash"] if figures["flash"].get("theirs_us") else figures["sdpa"]
+    ratio = other["ours_us"] / other["theirs_us"] if other.get("theirs_us") else None
+    found = [
+        ("statistics pass, share of copy bandwidth", ">=", 0.8, case["statistics pass"]["share"]),
+        ("whole acceptance step, no filter, us", "<=", 60.0, plain),
+        ("whole acceptance step, top-k 20, top-p 0.95, us", "<=", 60.0, filtered),
+        (f"chain attention against {other.get('backend')}", "<=", 1.3, ratio),
+    ]
+    lines = []
+    for name, relation, aim, value in found:
+        met = None if value is None else value >= aim if relation == ">=" else value <= aim
+        lines.append({"aim": name, "relation": relation, "limit": aim, "found": value, "met": met})
+        say(f"{name}: {value} ({relation} {aim}: {'met' if met else 'not met'})")
+    return lines
+
+
+def against_flash(step: Step) -> dict[str, Any]:
     """Our chain attention beside flash-attn's over the same pages."""
     module = flash.backend()
     if module is None:
@@ -132,6 +160,38 @@ def against_flash(step: Step) -> dict[str, object]:
     their = timed(lambda: flash.attend(query, keys, values, planned, scale), step.device)
     say(f"attention {took:.1f} us, {module.__name__} {their:.1f} us, ratio {took / their:.2f}")
     return {"backend": module.__name__, "ours_us": took, "theirs_us": their, "error": error}
+
+
+def against_sdpa(step: Step) -> dict[str, Any]:
+    """Our chain attention beside torch's quickest over the same keys without pages: the measure
+    where flash-attn is not installed."""
+    sizes = step.sizes
+    query, keys, values, planned = step.attention(tree=False)
+    scale, count = sizes.head_dim**-0.5, sizes.sessions
+    long = sizes.keys + sizes.rows
+
+    def dense(pool: torch.Tensor) -> torch.Tensor:
+        slots = planned.page_tables.long()[:, :, None] * sizes.page
+        slots = (slots + torch.arange(sizes.page, device=pool.device)).reshape(count, -1)[:, :long]
+        return pool[slots].transpose(1, 2).contiguous()
+
+    k, v = dense(keys), dense(values)
+    q = query.view(count, sizes.rows, sizes.heads, sizes.head_dim).transpose(1, 2).contiguous()
+    seen = torch.ones(sizes.rows, long, dtype=torch.bool, device=q.device).tril(sizes.keys)
+
+    def theirs() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+
+    def ours() -> torch.Tensor:
+        return attention_triton.attend(query, keys, values, planned, scale)
+
+    took, their = timed(ours, step.device), timed(theirs, step.device)
+    mixed = theirs().transpose(1, 2).reshape(query.shape)
+    error = float((ours().float() - mixed.float()).abs().max())
+    say(f"attention {took:.1f} us, SDPA {their:.1f} us, ratio {took / their:.2f}, error {error}")
+    return {"backend": "SDPA", "ours_us": took, "theirs_us": their, "error": error}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from draftwire_kernels import (
     accept_triton,
     attention,
     attention_triton,
+    edits_triton,
     noise,
     pages_triton,
     race_triton,
@@ -24,7 +25,8 @@ from draftwire_kernels import (
     walk_triton,
 )
 from draftwire_kernels.accept import Rule
-from draftwire_kernels.sampling import Sampling
+from draftwire_kernels.edits import round_edits
+from draftwire_kernels.sampling import History, Sampling
 from draftwire_kernels.tree import TokenTree
 
 H100_BYTES_PER_SECOND = 3.35e12
@@ -182,6 +184,21 @@ def acceptance_cases(step: Step) -> list[Case]:
                 },
             ),
         ]
+    seen = 512
+    counted = [Sampling(repetition_penalty=1.1, presence_penalty=0.1)] * s.sessions
+    shared = History(s.vocab, range(min(seen, s.vocab)))
+    tables = round_edits(
+        counted, [shared] * s.sessions, [TokenTree()] * s.sessions, s.vocab, step.device
+    )
+    edited = step.empty(rows, s.vocab, dtype=torch.float32)
+    cases.append(
+        Case(
+            f"logit edits, {tables.longest} tokens seen",
+            functools.partial(edits_triton.edit_rows, edited, step.trees, step.sampled, tables),
+            # A logit alone in its sector of 32 bytes.
+            {"_edit_kernel": rows * tables.longest * 64 + s.sessions * tables.longest * 16},
+        )
+    )
     cases.append(
         Case(
             "sparse packing, 64 entries",

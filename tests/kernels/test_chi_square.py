@@ -28,6 +28,7 @@ Counts = npt.NDArray[np.float64]
 Law = npt.NDArray[np.float64]
 Row = Callable[[Sequence[int]], torch.Tensor]
 
+DRAFTS = ["none", "tree", "chain", "block", "one_hot", "mixture", "mixture_block"]
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cold": {"temperature": 0.6},
@@ -181,11 +182,54 @@ def test_two_tokens_of_every_rule_have_the_targets_law(name: str, draft: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(
-    "draft", ["none", "tree", "chain", "block", "one_hot", "mixture", "mixture_block"]
-)
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_many_draws_of_every_rule_and_parameter_have_the_targets_law(name: str, draft: str) -> None:
     check(name, draft, 6000, 3)
+
+
+def random_parameters(generator: np.random.Generator) -> dict[str, Any]:
+    """Each parameter on or off by a coin, with a random value."""
+    uniform = generator.uniform
+    ids = generator.permutation(6).tolist()
+    choices: dict[str, Any] = {
+        "temperature": uniform(0.4, 2.0),
+        "top_k": int(generator.integers(2, 7)),
+        "top_p": uniform(0.3, 1.0),
+        "min_p": uniform(0.01, 0.4),
+        "repetition_penalty": uniform(0.7, 1.6),
+        "presence_penalty": uniform(-1.0, 1.0),
+        "frequency_penalty": uniform(-1.0, 1.0),
+        "logit_bias": tuple((token, uniform(-2.0, 2.0)) for token in ids[:2]),
+        "banned_ids": tuple(ids[2:4]),
+    }
+    asked = {name: value for name, value in choices.items() if generator.random() < 0.5}
+    if "banned_ids" in asked:
+        asked["banned_before"] = len(PROMPT) + int(generator.integers(1, 3))
+    return asked
+
+
+COMBINATIONS = [
+    (random_parameters(generator), DRAFTS[int(generator.integers(len(DRAFTS)))])
+    for generator in np.random.default_rng(20260925).spawn(48)
+]
+
+
+def check_combination(case: int, trials: int) -> None:
+    asked, draft = COMBINATIONS[case]
+    row = toy(6, case)
+    counts = count_pairs(row, 6, lambda seed: Sampling(seed=seed, **asked), trials, draft)
+    assert p_value(counts, pair_law(row, 6, Sampling(**asked))) > ALARM, (asked, draft)
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_random_combinations_of_parameters_and_drafts_have_the_targets_law(case: int) -> None:
+    check_combination(case, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(COMBINATIONS)))
+def test_many_draws_of_random_combinations_have_the_targets_law(case: int) -> None:
+    check_combination(case, 3000)
 
 
 @pytest.mark.parametrize("spread", [0.5, 2.0])

@@ -226,10 +226,42 @@ def test_the_race_finds_what_the_whole_row_of_noise_gives(seed: int) -> None:
             row[generator.integers(vocab_size)] = 0
         values = row + gumbel(trial, seed, vocab_size).numpy()
         assert race.perturbed_argmax(row, trial, seed) == int(values.argmax())
+        kept = np.flatnonzero(row > -np.inf)
+        assert race.perturbed_argmax_of(kept, row[kept], trial, seed) == int(values.argmax())
         count = int(generator.integers(1, 20))
         order = np.lexsort((np.arange(vocab_size), -values))[:count]
         expected = [(int(t), float(values[t])) for t in order if values[t] > -np.inf]
         assert perturbed_top(row, count, trial, seed) == expected
+
+
+def test_a_draw_too_close_to_call_one_by_one_is_settled_by_the_bits_of_the_row() -> None:
+    row = np.full(49152, -60, dtype=np.float32)
+    noise = gumbel(3, 5, row.size).numpy()
+    owners = race.noise.group_minima(3, 5, 768)[1]
+    first, second = [t for t in range(640) if t % 64 != owners[t // 64]][4:600:500]
+    row[first] = 0
+    for last_bits in range(-6, 7):
+        # The two values are equal, or differ in their last bits.
+        row[second] = np.float32(noise[first] - noise[second]) + np.float32(last_bits * 2.0**-22)
+        expected = int((row + noise).argmax())
+        assert race.perturbed_argmax(row, 3, 5) == expected
+        kept = np.array([first, second])
+        assert race.perturbed_argmax_of(kept, row[kept], 3, 5) == expected
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.99, 0.9999])
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0])
+def test_a_long_prefix_is_found_without_sorting_the_row(top_p: float, spread: float) -> None:
+    generator = np.random.default_rng(9)
+    row = (spread * generator.normal(size=49152)).astype("f4")
+    scores = target_scores(torch.from_numpy(row), Sampling(top_p=top_p), position=1)
+    order = np.argsort(-row, kind="stable")
+    sums = np.cumsum(np.exp(row[order].astype("f8")))
+    edge = int(np.searchsorted(sums, top_p * sums[-1])) + 1
+    kept = np.flatnonzero(scores > -np.inf)
+    # The row's sum is taken in fp32.
+    assert abs(kept.size - edge) <= 1 + edge // 1000
+    assert set(kept.tolist()) == set(order[: kept.size].tolist())
 
 
 def test_greedy_takes_the_lowest_id_among_equals_in_every_type() -> None:

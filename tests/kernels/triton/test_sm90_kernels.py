@@ -18,6 +18,7 @@ KERNELS = {
     "_compact_kernel",
     "_decide_kernel",
     "_draw_kernel",
+    "_edit_kernel",
     "_filter_kernel",
     "_fold_kernel",
     "_joint_kernel",
