@@ -63,6 +63,9 @@ class WireConfig:
     drain_grace_s: float = setting(
         30.0, help="seconds that admitted work may take after SIGTERM", minimum=0.0, maximum=86400.0
     )
+    metrics_listen: str | None = setting(
+        None, help="host:port of Prometheus metrics over HTTP, without TLS or token; none: off"
+    )
     log_format: Literal["auto", "json", "console"] = setting(
         "auto", help="auto is console on a terminal and json elsewhere"
     )
@@ -78,6 +81,11 @@ class WireConfig:
                 split_host_port(self.listen)
         except InvalidArgument as error:
             raise ConfigError("--listen", self.listen, "host:port or unix:PATH") from error
+        try:
+            if self.metrics_listen is not None:
+                split_host_port(self.metrics_listen)
+        except InvalidArgument as error:
+            raise ConfigError("--metrics-listen", self.metrics_listen, "host:port") from error
         local = is_local(self.listen)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ConfigError("--tls-key", self.tls_key or "", "given together with --tls-cert")

@@ -1,17 +1,21 @@
 """Logs of a service: structlog and the standard library through one renderer, to stderr.
 
-Knows formats and levels. Does not know what is logged; prompts, texts and tokens never are.
+Knows formats and levels, and keeps what callers chose (request ids) from breaking lines. Does not
+know what is logged; answers and tokens never are, prompts only with `--log-prompts`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
 
 Logger = structlog.stdlib.BoundLogger
+# Rendered by structlog itself, over several lines on purpose.
+_MULTILINE = frozenset({"exc_info", "exception", "stack", "stack_info", "_record"})
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -40,9 +44,10 @@ def configure(format: str = "auto", level: str = "info", stream: TextIO | None =
     # Tracebacks without local variables: those would carry prompts and tokens into the log.
     rendering: list[Any] = (
         [
+            _escape_controls,
             structlog.dev.ConsoleRenderer(
                 colors=terminal, exception_formatter=structlog.dev.plain_traceback
-            )
+            ),
         ]
         if console
         else [
@@ -72,6 +77,24 @@ def configure(format: str = "auto", level: str = "info", stream: TextIO | None =
     root = logging.getLogger()
     root.handlers[:] = [*(old for old in root.handlers if not isinstance(old, _Handler)), handler]
     root.setLevel(number)
+
+
+def printable(text: str) -> str:
+    """`text` with everything that could move a cursor, end a line or turn its direction escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _escape_controls(
+    _logger: object, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """For the console; JSON escapes by itself. Values that are no text are shown by their repr,
+    which escapes too."""
+    for key, value in event.items():
+        if isinstance(value, str) and key not in _MULTILINE:
+            event[key] = printable(value)
+    return event
 
 
 def get_logger(name: str, **context: object) -> Logger:

@@ -22,7 +22,9 @@ from draftwire import auth, config, health, listen, logs
 from draftwire.channel import server_options
 from draftwire.config import ConfigError, WireConfig
 from draftwire.errors import DraftwireError
+from draftwire.exporter import Exporter, service_exporter
 from draftwire.guard import Guard, Phase
+from draftwire.rpc_meter import RpcMeter
 
 C = TypeVar("C", bound=WireConfig)
 # By default a computing thread keeps the interpreter for 5 ms, and each round trip waits for it.
@@ -31,7 +33,11 @@ PROGRESS_INTERVAL_S = 0.25
 
 
 class Service(Protocol):
-    """What `serve` needs. Handlers raise DraftwireError; those that stream are async generators."""
+    """What `serve` needs. Handlers raise DraftwireError; those that stream are async generators.
+
+    With a method `readings()` (an iterable of `meters.Reading`, called from another thread at each
+    scrape) its numbers are among the metrics.
+    """
 
     @property
     def service_names(self) -> Sequence[str]:
@@ -59,12 +65,14 @@ async def serve(
     *,
     bound: Callable[[str], None] | None = None,
     ready: Callable[[str], None] | None = None,
+    metrics: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Runs the service until SIGTERM, SIGINT or `stop`, then drains it.
 
     `bound` gets the address once it is listened on (NOT_SERVING), `ready` once the service is
-    warm (SERVING). Raises ConfigError for an address in use, and what `start` raised.
+    warm (SERVING), `metrics` the URL of the metrics if they are served. Raises ConfigError for an
+    address in use, and what `start` raised.
     """
     config.validate(wire)
     logs.configure(wire.log_format, wire.log_level)
@@ -72,14 +80,23 @@ async def serve(
     stop = stop or asyncio.Event()
     hurry = asyncio.Event()
     guard = Guard(auth.read_tokens(wire.token_file) if wire.token_file else None)
-    server = grpc.aio.server(interceptors=[guard], options=server_options(wire))
+    meter = RpcMeter() if wire.metrics_listen else None
+    interceptors = [guard] if meter is None else [meter, guard]  # the first one is the outermost
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(wire))
     healthy = health.HealthService(service.service_names)
     service.register(server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     _add_tools(server, service.service_names)
     address = listen.bind(server, wire)
+    exporter: Exporter | None = None
     try:
         with _signals(stop, hurry):
+            if meter is not None and wire.metrics_listen:
+                exporter = service_exporter(service, meter, healthy)
+                url = exporter.open(wire.metrics_listen)
+                log.info("metrics", url=url)
+                if metrics is not None:
+                    metrics(url)
             await server.start()
             log.info("listening", address=address, config=config.effective(wire))
             if bound is not None:
@@ -96,6 +113,8 @@ async def serve(
         healthy.close()
         await server.stop(None)
         await service.close()
+        if exporter is not None:
+            exporter.close()
         listen.release(address)
         log.info("stopped", address=address)
 
@@ -210,8 +229,8 @@ def run(
 ) -> int:
     """main() of a service: 0 after a drain, 2 for a configuration that cannot work, 1 for the rest.
 
-    stdout gets a line "listening ADDRESS" and a line "serving ADDRESS" for the parent process;
-    logs go to stderr.
+    stdout gets a line "listening ADDRESS" and a line "serving ADDRESS" for the parent process, and
+    before them "metrics URL" if there are any; logs go to stderr.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -231,7 +250,8 @@ def run(
             return 0
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         service = service_factory(wire)
-        asyncio.run(serve(service, wire, bound=tell("listening"), ready=tell("serving")))
+        bound, ready, metrics = tell("listening"), tell("serving"), tell("metrics")
+        asyncio.run(serve(service, wire, bound=bound, ready=ready, metrics=metrics))
     except ConfigError as error:
         sys.stderr.write(f"{prog}: {error}\n")
         return 2
