@@ -108,6 +108,7 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
     lanes: int = 0
     opened: int = 0
     ended: int = 0
+    closed: int = 0  # lanes that were ended cleanly
     hello: drafter_pb2.Hello | None = None
 
     async def Draft(
@@ -122,6 +123,8 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
                     self.hello = request.hello
                     yield drafter_pb2.DraftResponse(hello=self._reply(request.hello))
                     yield drafter_pb2.DraftResponse(ready=drafter_pb2.LaneReady(lane_id=self.lanes))
+                elif kind == "close":
+                    self.closed += 1
                 elif kind == "step":
                     self.steps += 1
                     ready = self._take(request.step, mine)
@@ -139,6 +142,9 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
             self.lanes -= 1
             for session_id in mine:
                 self.sessions.pop(session_id, None)
+
+    def opening(self, message: drafter_pb2.OpenSession) -> None:
+        """A session opens; for drafters that have to do something about it."""
 
     def _reply(self, hello: drafter_pb2.Hello) -> drafter_pb2.HelloReply:
         reply = drafter_pb2.HelloReply(
@@ -168,6 +174,7 @@ class ScriptedDrafter(drafter_pb2_grpc.DrafterServicer):
                 self.faults.append(f"end of unknown session {end.key.session_id}")
         for o in step.opens:
             self.opened += 1
+            self.opening(o)
             mine.add(o.key.session_id)
             self.sessions[o.key.session_id] = DraftSession(
                 list(o.token_ids), o.prompt_tokens, o.key.epoch, 0, o.budget, o.request_id
@@ -258,7 +265,7 @@ def always_right(texts: Sequence[Sequence[int]]) -> Propose:
 
     def propose(tokens: list[int], session: DraftSession) -> TokenTree | None:
         for text in texts:
-            if list(text[: len(tokens)]) == tokens:
+            if len(text) > len(tokens) and list(text[: len(tokens)]) == tokens:
                 chain = text[len(tokens) : len(tokens) + session.budget.max_depth]
                 return TokenTree.chain(chain[: session.budget.max_nodes])
         return None
@@ -277,6 +284,26 @@ def always_wrong(texts: Sequence[Sequence[int]], vocab_size: int) -> Propose:
             if tree is None
             else TokenTree(tuple((t + 1) % vocab_size for t in tree.tokens), tree.parents)
         )
+
+    return propose
+
+
+def at_rates(
+    texts: Sequence[Sequence[int]], rates: Sequence[float], vocab_size: int, seed: int = 0
+) -> Propose:
+    """A chain whose token at each depth is the true one with that depth's rate, else another; past
+    the last rate it holds. Sessions that begin like none of `texts` get nothing."""
+    rng, right = random.Random(seed), always_right(texts)
+
+    def propose(tokens: list[int], session: DraftSession) -> TokenTree | None:
+        tree = right(tokens, session)
+        if tree is None or not len(tree):
+            return None
+        chain = [
+            token if rng.random() < rates[min(depth, len(rates) - 1)] else (token + 1) % vocab_size
+            for depth, token in enumerate(tree.tokens)
+        ]
+        return TokenTree.chain(chain)
 
     return propose
 
@@ -319,11 +346,10 @@ async def running(service: Any, config: WireConfig) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def scripted(drafter: ScriptedDrafter) -> AsyncIterator[str]:
-    """A ScriptedDrafter on loopback."""
-    async with running(
-        _DrafterShell(drafter), WireConfig(drain_grace_s=0.2, log_level="error")
-    ) as address:
+async def scripted(drafter: ScriptedDrafter, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """A ScriptedDrafter, on a free port of loopback unless told otherwise."""
+    config = WireConfig(listen=listen, drain_grace_s=0.2, log_level="error")
+    async with running(_DrafterShell(drafter), config) as address:
         yield address
 
 
@@ -340,6 +366,9 @@ async def verifier(
         kv_tokens=4096,
         drain_grace_s=0.5,
         log_level="error",
+        # Every proposal is asked for, waited for and verified unless a test says otherwise.
+        speculation="fixed",
+        profile_s=0,
     )
     config = replace(defaults, **settings)
     service = VerifierService(config)

@@ -34,6 +34,7 @@ class Limits:
     max_block_size: int
     max_nodes: int
     eos_ids: frozenset[int]
+    mode: int = types_pb2.SPECULATION_MODE_ADAPTIVE  # where a request does not say
     longest_token: int = 1024  # bytes that one token can stand for
 
 
@@ -57,6 +58,9 @@ def admit(
             f"{len(message.request_id)} characters",
             f"at most {MAX_REQUEST_ID} characters",
         )
+    if not message.request_id.isprintable():
+        # It would break the lines of logs.
+        raise InvalidArgument("request_id", ascii(message.request_id), "printable characters")
     prompt = _prompt(message, tokenizer, limits)
     max_tokens = _max_tokens(message.stop, limits, len(prompt))
     eos = frozenset() if message.stop.ignore_eos else limits.eos_ids
@@ -248,16 +252,9 @@ def _stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
 
 
 def _speculation(options: types_pb2.SpeculationOptions, limits: Limits) -> Speculation:
-    served_modes = (
-        types_pb2.SPECULATION_MODE_UNSPECIFIED,
-        types_pb2.SPECULATION_MODE_OFF,
-        types_pb2.SPECULATION_MODE_FIXED,
-    )
-    if options.mode not in served_modes:
+    if options.mode not in types_pb2.SpeculationMode.values():
         raise InvalidArgument(
-            "speculation.mode",
-            _name(types_pb2.SpeculationMode, options.mode),
-            "OFF or FIXED: others are not served",
+            "speculation.mode", str(options.mode), "OFF, FIXED, PREDICTED or ADAPTIVE"
         )
     if options.rule not in (
         types_pb2.ACCEPTANCE_RULE_UNSPECIFIED,
@@ -284,9 +281,10 @@ def _speculation(options: types_pb2.SpeculationOptions, limits: Limits) -> Specu
     nodes = options.max_nodes if options.HasField("max_nodes") else limits.max_nodes
     if not 1 <= nodes <= limits.max_nodes:
         raise InvalidArgument("speculation.max_nodes", nodes, f"1 to {limits.max_nodes}")
-    off = options.mode == types_pb2.SPECULATION_MODE_OFF or block == 1
-    mode = types_pb2.SPECULATION_MODE_OFF if off else types_pb2.SPECULATION_MODE_FIXED
-    return Speculation(not off, 1 if off else block, nodes, tuple(options.parts), mode)
+    mode = options.mode or limits.mode
+    if mode == types_pb2.SPECULATION_MODE_OFF or block == 1:
+        return Speculation(False, 1, nodes, tuple(options.parts), types_pb2.SPECULATION_MODE_OFF)
+    return Speculation(True, block, nodes, tuple(options.parts), mode)
 
 
 def _name(enum: Any, value: int) -> str:

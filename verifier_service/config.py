@@ -35,8 +35,19 @@ class VerifierConfig(WireConfig):
         "invariant",
         help="invariant: the same tokens whatever the batch and the drafter; fast: they may differ",
     )
+    kernels: Literal["auto", "triton", "reference"] = setting(
+        "auto",
+        help="attention and acceptance: auto, Triton's kernels on CUDA; reference, plain torch; "
+        "triton, the kernels on a CPU too, which takes TRITON_INTERPRET=1 and much time",
+    )
     drafters: tuple[str, ...] = setting(
         (), help="addresses of drafters: host:port, unix:PATH or dns:///host:port; none: plain"
+    )
+    drafter_lanes: int = setting(
+        1,
+        help="lanes to each address; more than 1 where a proxy spreads them over drafters",
+        minimum=1,
+        maximum=64,
     )
     drafter_ca: Path | None = setting(
         None, help="PEM authorities of the drafters; turns TLS on towards them"
@@ -58,6 +69,18 @@ class VerifierConfig(WireConfig):
     )
     lane_timeout_s: float = setting(
         10.0, help="a lane that says nothing for this long is dropped", minimum=0.1, maximum=3600
+    )
+    speculation: Literal["adaptive", "predicted", "fixed", "off"] = setting(
+        "adaptive",
+        help="how draft lengths are decided where a request does not say: adaptive, as much as "
+        "pays each round, none if none pays; predicted, the drafter's predicted size; fixed, "
+        "always the drafter's block; off",
+    )
+    profile_s: float = setting(
+        3.0,
+        help="seconds at start for measuring what steps of each size cost; 0: learnt as they come",
+        minimum=0,
+        maximum=600,
     )
     max_block_size: int = setting(
         16, help="largest block verified, anchor included; 1: plain decoding", minimum=1, maximum=64
@@ -82,6 +105,7 @@ class VerifierConfig(WireConfig):
     )
     page_size: int = setting(16, help="positions of a KV page", minimum=1, maximum=1024)
     kv_tokens: int = setting(16384, help="positions the KV cache holds", minimum=256)
+    log_prompts: bool = setting(False, help="write the text of each prompt into the request's log")
     stall_s: float = setting(
         30.0, help="no step for this long with work to do: health says NOT_SERVING", minimum=0.1
     )

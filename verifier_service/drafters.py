@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import random
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,27 +30,32 @@ from verifier_service.port import Call, Port
 from verifier_service.settle import Fusion, settle
 
 SERVICE = "draftwire.v1.Drafter"
+LANE_HEADER = "draftwire-lane"
 State = verifier_pb2.LaneState
 _FIRST_RETRY, _LONGEST_RETRY, _REFUSED_RETRY = 0.1, 2.0, 30.0
 _RESOLVE_EVERY = 2.0
+_FAREWELL = 1.0  # seconds for a drafter to answer the clean end of its lane
 _HANDSHAKE_TIMEOUT = 120.0
 _MAX_FUSION_BYTES = 4 << 30
 
 
 @dataclass(slots=True)
 class DrafterStatus:
-    """What is known of one address, for GetInfo and logs."""
+    """What is known of one lane to an address, for GetInfo and logs."""
 
     target: str
+    name: str = ""  # sent along as metadata: what a proxy in between may hash on
     state: int = State.LANE_STATE_CONNECTING
     facts: LaneFacts | None = None
     lane_id: int = 0
+    port: Port | None = None  # while its stream is open
     losses: int = 0
     last_error: str = ""
 
 
 class DrafterPool:
-    """One lane to each drafter found behind the configured names."""
+    """Lanes to each drafter found behind the configured names: one to an address, or several where
+    a proxy stands behind it."""
 
     def __init__(
         self,
@@ -59,9 +65,13 @@ class DrafterPool:
         hello: Callable[[], drafter_pb2.Hello],
         *,
         use_rings: bool,
+        lanes: int = 1,
     ) -> None:
         self.status: dict[str, DrafterStatus] = {}
-        self._targets = tuple(targets)
+        self._lanes = lanes
+        self.targets = tuple(targets)
+        self.losses = 0  # of lanes that were ready, all together
+        self.carried: Counter[str] = Counter()  # bytes of tensors sent, by carrier
         self._channel = channel
         self._engine = engine
         self._hello = hello
@@ -71,17 +81,28 @@ class DrafterPool:
         self._lane_ids = itertools.count(1)
         self._log = structlog.get_logger("verifier.drafters")
         self._settled = asyncio.Event()
+        self._closing = False
 
     async def start(self, wait: float) -> None:
         """Begin to look for drafters; returns when the first round of attempts is over, or after
         `wait` seconds."""
-        if self._targets:
+        if self.targets:
             self._watch = asyncio.create_task(self._follow_names())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), wait)
 
     async def close(self) -> None:
-        """Close every lane."""
+        """Close every lane: drafters are told, and what does not end by itself is cut."""
+        self._closing = True
+        if self._watch is not None:
+            self._watch.cancel()
+        ending = []
+        for key, task in self._tasks.items():
+            if (port := self.status[key].port) is not None:
+                port.farewell("the verifier ends")
+                ending.append(task)
+        if ending:
+            await asyncio.wait(ending, timeout=_FAREWELL)
         tasks = [task for task in (self._watch, *self._tasks.values()) if task is not None]
         for task in tasks:
             task.cancel()
@@ -92,24 +113,28 @@ class DrafterPool:
         """Keep one task per address; DNS names are looked up again and again, so that new drafters
         are found."""
         while True:
-            found: set[str] = set()
-            for target in self._targets:
-                found.update(await _addresses(target))
-            for address in found - self._tasks.keys():
-                self.status[address] = DrafterStatus(address)
-                self._tasks[address] = asyncio.create_task(self._keep_lane(address))
-            for address in [
-                a
-                for a in self._tasks
-                if a not in found and self.status[a].state != State.LANE_STATE_READY
+            found: dict[str, str] = {}  # key of the lane -> address
+            for target in self.targets:
+                for address in await _addresses(target):
+                    found |= {f"{address}#{number}": address for number in range(self._lanes)}
+            for key in [k for k, task in self._tasks.items() if task.done()]:
+                del self._tasks[key]  # whatever ended it: a lane is kept while it is wanted
+            for key in found.keys() - self._tasks.keys():
+                name = f"{self._hello().verifier_name}/{key}"
+                self.status[key] = DrafterStatus(found[key], name)
+                self._tasks[key] = asyncio.create_task(self._keep_lane(self.status[key]))
+            for key in [
+                k
+                for k in self._tasks
+                if k not in found and self.status[k].state != State.LANE_STATE_READY
             ]:
-                self._tasks.pop(address).cancel()
-                self.status.pop(address, None)
+                self._tasks.pop(key).cancel()
+                self.status.pop(key, None)
             await asyncio.sleep(_RESOLVE_EVERY)
 
-    async def _keep_lane(self, address: str) -> None:
+    async def _keep_lane(self, status: DrafterStatus) -> None:
         """Connect, serve the lane until it is lost, and again."""
-        status = self.status[address]
+        address = status.target
         delay = _FIRST_RETRY
         while True:
             try:
@@ -136,6 +161,13 @@ class DrafterPool:
                     refused=refused,
                 )
                 delay = _REFUSED_RETRY if refused else delay
+            except asyncio.CancelledError:
+                # A call that gRPC itself cancelled ends its reader like this too: only who cancels
+                # this task ends it.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                status.state, status.last_error = State.LANE_STATE_LOST, "the call was cancelled"
             except Exception as error:  # noqa: BLE001  a fault of one lane must not end the pool
                 status.state, status.last_error = State.LANE_STATE_LOST, repr(error)
                 self._log.exception("lane failed", target=address)
@@ -143,19 +175,23 @@ class DrafterPool:
                 if status.lane_id:
                     lane_id, status.lane_id = status.lane_id, 0
                     status.losses += 1
+                    self.losses += 1
                     self._engine.post(lambda lane_id=lane_id: self._engine.lanes.lane_down(lane_id))  # type: ignore[misc]
                 self._note_settled()
+            if self._closing:
+                return
             await asyncio.sleep(delay * (0.75 + 0.5 * random.random()))
             delay = min(2 * delay, _LONGEST_RETRY) if delay < _LONGEST_RETRY else delay
 
     async def _serve_lane(self, channel: grpc.aio.Channel, status: DrafterStatus) -> None:
         status.state = State.LANE_STATE_CONNECTING
-        call = drafter_pb2_grpc.DrafterStub(channel).Draft()
-        port = Port(next(self._lane_ids), asyncio.get_running_loop())
+        call = drafter_pb2_grpc.DrafterStub(channel).Draft(metadata=((LANE_HEADER, status.name),))
+        port = Port(next(self._lane_ids), asyncio.get_running_loop(), self.carried)
         try:
             async with asyncio.timeout(_HANDSHAKE_TIMEOUT):
                 await self._shake_hands(call, port, status)
             writer = asyncio.create_task(port.write(call))
+            status.port = port
             try:
                 self._engine.post(lambda: self._engine.lane_up(port))
                 status.state, status.facts, status.lane_id = (
@@ -172,6 +208,7 @@ class DrafterPool:
                 self._note_settled()
                 await self._read(call, port, status)
             finally:
+                status.port = None
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
         finally:

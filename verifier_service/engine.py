@@ -17,17 +17,22 @@ import structlog
 import torch
 
 from draftwire.errors import DraftwireError, Internal, ResourceExhausted
-from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
+from draftwire.v1 import drafter_pb2, verifier_pb2
 from draftwire_kernels.tree import TokenTree
-from draftwire_kernels.walk import NonFiniteRow, Verdict, follow
+from draftwire_kernels.walk import NonFiniteRow, Verdict
+from verifier_service.acceptance import Round, accept, compacts
 from verifier_service.cache import PagedStore, PagePool
+from verifier_service.costs import StepCosts
 from verifier_service.lane import LanePort
 from verifier_service.lanes import Lanes
+from verifier_service.metrics import Meter
 from verifier_service.model import StepOutput, TargetHost
+from verifier_service.policy import Policy
 from verifier_service.reports import Emitted, finished_message, token_logprobs
 from verifier_service.scheduler import Budgets, Scheduler, Work
 from verifier_service.session import Delta, Ending, FinishReason, Request, Session, Statistics
 from verifier_service.text import Decoder
+from verifier_service.waiting import Decision, Ready, decide
 
 EndReason = drafter_pb2.EndReason
 _NO_TREE = TokenTree()
@@ -63,17 +68,25 @@ class Engine:
         self.store = PagedStore(pool, host.cache_shape, host.dtype, host.device)
         self.scheduler = Scheduler(pool, budgets)
         self.max_context = max_context
+        self.policy = Policy(
+            StepCosts(host.plan.buckets, budgets.max_step_rows),
+            clock,
+            max_context=max_context,
+            row_limit=budgets.max_step_rows,
+        )
         self.lanes = Lanes(
             self.store,
             vocab_size=vocab_size,
             max_context=self.max_context,
             longest_wait=limits.longest_draft_wait,
             lane_timeout=limits.lane_timeout,
+            planner=self.policy,
             recompute=self.scheduler.recompute,
             capture=host.capture,
         )
         self.sessions: dict[int, Session] = {}
         self.totals = Statistics()
+        self.meter = Meter()
         self.steps = 0
         self.tokens = 0
         self.nonfinite_rows = 0
@@ -89,6 +102,7 @@ class Engine:
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
         self._last_step = clock()
+        self._held: frozenset[int] = frozenset()  # sessions that sat the last step out
         self._busy = False
         self._log = structlog.get_logger("verifier.engine")
 
@@ -113,7 +127,11 @@ class Engine:
 
     def progress(self) -> bool:
         """False while there is work and no step was made for the stall time."""
-        return not self._busy or self._clock() - self._last_step < self.limits.stall
+        return self.since_step() < self.limits.stall
+
+    def since_step(self) -> float:
+        """Seconds since the last step while there is work, else 0; from any thread."""
+        return self._clock() - self._last_step if self._busy else 0.0
 
     # -- actions posted
 
@@ -176,40 +194,79 @@ class Engine:
         if not self._busy:
             self._last_step = now  # the time without work does not count
         self._busy = bool(self.sessions)
-        until = self.lanes.wait_until(self.scheduler.running)
-        if self.sessions and (until is None or until <= now):
-            self.lanes.give_up_waiting(self.scheduler.running)
-            self.step()
+        decision = self._decide(now)
+        stepped = None
+        if self.sessions and (decision.until is None or decision.until <= now):
+            self.lanes.give_up(self.scheduler.running, now)
+            self.lanes.step_begins(now)
+            self.policy.passed([self.sessions[i] for i in decision.passed], len(decision.hold))
+            stepped = self.step(decision.hold)
             taken = self._clock() - now
             self.step_time += 0.2 * (taken - self.step_time)
             self.quickest_step = min(self.quickest_step, taken)
         self.lanes.flush(self._clock(), heard=now)
+        if stepped:
+            self._measure(stepped, self._clock() - now)
         self._flush_out()
         self._last_step = self._clock()
         if not self.sessions:
             self.pool.check()
             self.lanes.check()
 
-    def step(self) -> None:
-        """One target step for everybody who can go on."""
-        work = self.scheduler.plan()
+    def step(self, hold: frozenset[int] = frozenset()) -> list[Work]:
+        """One target step for everybody who can go on and is not in `hold`; what was in it."""
+        self.meter.mark()
+        running = self.scheduler.running
+        drawing = [s for s in running if s.at_anchor and s.session_id not in hold]
+        self.policy.cut(drawing, self.scheduler.prompt_rows())
+        work = self.scheduler.plan(hold)
         for session in self.scheduler.preempted:
             self.lanes.forget(session, EndReason.END_REASON_MOVED)
+        self.meter.preemptions += len(self.scheduler.preempted)
         self.scheduler.preempted.clear()
         if not work:
-            return
+            return work
+        self._held = hold
         self._begin(work)
+        self.meter.begin(work)
         output = self.host.step([item.feed for item in work], self.store)
-        verdicts = [self._verify(item, output, index) for index, item in enumerate(work)]
+        self.meter.lap("target")
+        verdicts = self._verify(work, output)
+        self.meter.lap("acceptance")
         moves: list[tuple[np.ndarray, np.ndarray]] = []
         survivors = []
         for item, verdict in zip(work, verdicts, strict=True):
             if verdict is not None and self._commit(item, verdict, moves):
                 survivors.append((item, verdict))
-        self._compact(moves)
+        if not compacts(output):
+            self._compact(moves)
+        self.policy.replan([s for s in running if s.at_anchor], self.lanes.lane_for)
         for item, verdict in survivors:
             self._tell(item, verdict)
+        self.meter.lap("commit")
         self.steps += 1
+        return work
+
+    def _decide(self, now: float) -> Decision:
+        """Step now, or sleep until when; and who sits the step out."""
+        running = self.scheduler.running
+        awaited = self.lanes.awaited(running)
+        if not awaited:
+            return Decision(None)
+        missing = {item.session_id for item in awaited}
+        here = [s for s in running if s.at_anchor and s.session_id not in missing]
+        trees = [s.proposal for s in here if s.proposal is not None]
+        gain = sum(self.policy.expected_accepted(s) for s in here)
+        rows = len(here) + self.scheduler.prompt_rows() + sum(len(p.tree) for p in trees)
+        ready = Ready(len(here) + gain, rows, bool(trees))
+        return decide(now, ready, awaited, self.policy.costs, self._held)
+
+    def _measure(self, work: Sequence[Work], seconds: float) -> None:
+        """Tell the policy what the step cost, all that belongs to it included."""
+        rows = sum(len(item.feed.tokens) for item in work)
+        drafted = any(item.proposal is not None for item in work)
+        prompts = any(item.session.made <= 1 or not item.draws for item in work)
+        self.policy.measured(rows, seconds, drafted=drafted, prompts=prompts)
 
     def _tell(self, item: Work, verdict: Verdict) -> None:
         """Report the round to the drafter; a fault of the lane costs the lane and not the round."""
@@ -231,39 +288,40 @@ class Engine:
                 session.started_at = now
             session.captured = layers if session.captured is None else session.captured & layers
 
-    def _verify(self, item: Work, output: StepOutput, index: int) -> Verdict | None:
-        """Draw the round's tokens. A row that is not finite fails this request alone."""
-        session = item.session
-        if not item.draws:
-            session.computed += len(item.feed.tokens)
-            return None
-        request = session.request
-        # Embeddings may be padded past the tokenizer's ids; those are never drawn.
-        logits = output.of(index, len(item.feed.logit_rows))[:, : self.vocab_size]
-        try:
-            verdict = follow(
-                logits,
+    def _verify(self, work: Sequence[Work], output: StepOutput) -> list[Verdict | None]:
+        """Draw the tokens of every round. A row that is not finite fails its own request alone."""
+        rounds = [
+            Round(
+                index,
                 item.proposal.tree if item.proposal else _NO_TREE,
-                request.sampling,
-                position=len(session.tokens),
-                history=session.history,
-                want_logprobs=request.logprobs,
-                top_logprobs=request.top_logprobs,
+                item.session.request.sampling,
+                len(item.session.tokens),
+                item.session.history,
+                item.session.request.logprobs,
+                item.session.request.top_logprobs,
             )
-        except NonFiniteRow as error:
-            self.nonfinite_rows += 1
-            self._fail(
-                session,
-                Internal(
-                    "NONFINITE_LOGITS",
-                    f"the model's logits are not finite at row {error.row}",
-                    row=error.row,
-                ),
-            )
-            return None
-        if session.made == 0:
-            session.last_logits = logits[-1].clone()
-        return verdict
+            for index, item in enumerate(work)
+            if item.draws
+        ]
+        found = iter(accept(output, rounds, self.store, self.vocab_size))
+        verdicts: list[Verdict | None] = []
+        for index, item in enumerate(work):
+            verdict = next(found) if item.draws else None
+            if isinstance(verdict, NonFiniteRow):
+                self._fail_nonfinite(item.session, verdict.row)
+                verdict = None
+            elif verdict is None:
+                item.session.computed += len(item.feed.tokens)
+            elif item.session.made == 0:
+                last = output.of(index, len(item.feed.logit_rows))[-1, : self.vocab_size]
+                item.session.last_logits = last.clone()
+            verdicts.append(verdict)
+        return verdicts
+
+    def _fail_nonfinite(self, session: Session, row: int) -> None:
+        self.nonfinite_rows += 1
+        message = f"the model's logits are not finite at row {row}"
+        self._fail(session, Internal("NONFINITE_LOGITS", message, row=row))
 
     def _commit(
         self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]
@@ -275,9 +333,9 @@ class Engine:
         anchor = item.feed.base + _committed_rows(item) - 1
         delta = session.commit(verdict.tokens, self.max_context)
         if not first_round:
-            session.count_round(
-                item.proposal, verdict.path, len(delta.tokens), _plain_reason(session)
-            )
+            session.count_round(item.proposal, verdict.path, len(delta.tokens))
+            self.meter.round(session, item.proposal, verdict.path, len(delta.tokens))
+            self.policy.learn(session, item.proposal, verdict.path)
         session.first_token_at = session.first_token_at or now
         session.last_token_at = now
         self.tokens += len(delta.tokens)
@@ -321,6 +379,7 @@ class Engine:
     def _retire(self, session: Session, reason: int) -> None:
         self.scheduler.remove(session)
         self.lanes.forget(session, reason)
+        self.policy.forget(session)
         self.totals.add(session.stats)
         self.sessions.pop(session.session_id, None)
 
@@ -347,6 +406,7 @@ class Engine:
         """A step broke: nobody knows what is in the pages of those who were in it, so they fail;
         the rest go on."""
         self._log.exception("step failed", error=repr(error))
+        self.meter.failed_steps += 1
         for session in list(self.scheduler.running):
             self._fail(
                 session, Internal("STEP_FAILED", "the target step failed; see the server's log")
@@ -363,14 +423,15 @@ class Engine:
         if not self.sessions:
             self._wake.wait()
             return
-        until = self.lanes.wait_until(self.scheduler.running)
         now = self._clock()
+        until = self._decide(now).until
         deadlines = [s.request.deadline for s in self.sessions.values() if s.request.deadline]
         if until is not None and deadlines:
             until = min(until, min(deadlines) - self._margin())
         if until is not None and until > now:
             self._wake.wait(until - now)
             waited = self._clock() - now
+            self.meter.waited(waited)
             for session in self.scheduler.running:
                 session.draft_wait += waited
 
@@ -389,9 +450,3 @@ def _committed_rows(item: Work) -> int:
     """Rows of the feed that were committed before the round: the anchor, or the piece of the
     prompt."""
     return 1 if item.proposal is not None else len(item.feed.tokens)
-
-
-def _plain_reason(session: Session) -> int:
-    if not session.request.speculation.enabled:
-        return types_pb2.BLOCK_SIZE_REASON_OFF
-    return types_pb2.BLOCK_SIZE_REASON_NO_DRAFTER

@@ -1,4 +1,5 @@
-"""One drafter as the engine sees it: what the handshake settled, who is on it, what it owes.
+"""One drafter as the engine sees it: what the handshake settled, who is on it, what it owes, how
+long its answers take.
 
 Knows: the data of a lane. Does not know: what is done with it (`lanes`), or sockets (`port`).
 """
@@ -12,8 +13,11 @@ from typing import Protocol
 import torch
 
 from draftwire.v1 import drafter_pb2, types_pb2
+from verifier_service.costs import DraftCosts
 from verifier_service.outbox import Outbox
 from verifier_service.session import Session
+
+_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,12 @@ class LaneFacts:
     credits: int
     wants_last_logits: bool
     max_message_bytes: int
+    predicted_block_sizes: tuple[int, ...] = ()
+
+    @property
+    def usual_block_size(self) -> int:
+        """The largest block it drafts without being asked for a size."""
+        return min(self.max_block_size, max(self.block_size, *self.predicted_block_sizes, 2))
 
 
 class LanePort(Protocol):
@@ -62,8 +72,26 @@ class Link:
 
     session: Session
     epoch: int
+    told: int  # position of the anchor that the drafter knows of
     asked: int = 0  # sequence of the StepRequest that asked for the proposal awaited; 0: none is
     asked_at: float = 0.0
+    asked_depth: int = 0  # longest path asked for
+    gain: float = 0.0  # accepted tokens that are expected of it
+    nodes: int = 0  # that are expected to be verified
+    limited_by: int = 0  # BlockSizeReason of the depth asked for
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message that is not acknowledged: when it went, how many rows the drafter was asked to
+    draft (anchors included; 0 in one that only tells), whether sessions began in it, and when a
+    step was begun without waiting for its answer any longer."""
+
+    sequence: int
+    at: float
+    rows: int
+    opening: bool
+    passed_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -76,16 +104,51 @@ class Lane:
     acked: int = 0
     responses: int = 0
     oldest_unacked_at: float | None = None
-    sent_at: deque[tuple[int, float]] = field(
-        default_factory=deque
-    )  # (sequence, time) of messages not acknowledged
+    sent: deque[Sent] = field(default_factory=deque)
+    costs: DraftCosts = field(default_factory=DraftCosts)
+    spread: float | None = None  # seconds by which answers miss what is expected, on average
     behind: bool = False
     misses: int = 0
     pause: int = 0  # rounds not to wait for, after repeated misses
-    round_trip: float | None = None
+    told: bool = False  # whether a round ended since the pause was last counted down
+    round_trip: float | None = None  # seconds; of late, with whatever was asked
+    row_bytes: int = 0  # of a feature row as sent
     model_time: float = 0.0
     draining: bool = False
 
     @property
     def has_credit(self) -> bool:
         return self.outbox.sequence - self.acked < self.port.facts.credits
+
+    def answered(self, sent: Sent, now: float) -> None:
+        """Take the time of an answer. Late ones count too, else a lane that became slow would be
+        waited for in vain for ever."""
+        taken = now - sent.at
+        known = self.round_trip
+        self.round_trip = taken if known is None else known + _SMOOTHING * (taken - known)
+        if not sent.rows:
+            return
+        if self.costs.known and sent.passed_at is not None:
+            # A draft beside a step may be slow because of it: how long the answer would have taken
+            # is known only to be at least as long as was waited, and no longer than it took.
+            taken = min(taken, max(self.expected(sent.rows), sent.passed_at - sent.at))
+        missed = abs(taken - self.expected(sent.rows)) if self.costs.known else taken / 2
+        self.spread = (
+            missed if self.spread is None else self.spread + _SMOOTHING * (missed - self.spread)
+        )
+        clean = not sent.opening and sent.passed_at is None
+        self.costs.observe(sent.rows, 1e3 * taken, clean=clean)
+
+    def expected(self, rows: int) -> float:
+        """Seconds from asking for `rows` rows to the answer, on average."""
+        return self.costs.ms(rows) / 1e3
+
+    def longest(self, rows: int, limit: float) -> float:
+        """Seconds after which the answer is overdue: four mean deviations past its time, as TCP's
+        retransmission timer has it (RFC 6298); and no less than as long again as it takes anyway,
+        since giving up wastes a draft that took so long. At most `limit`, and that while nothing
+        is known."""
+        if self.spread is None:
+            return limit
+        expected = self.expected(rows)
+        return min(limit, expected + max(4 * self.spread, expected))

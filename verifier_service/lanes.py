@@ -1,34 +1,44 @@
 """The drafters from the engine's side: which session is on which lane, what has been told, what is
 awaited.
 
-Knows: the messages of a step, epochs and bases, credits, how long a proposal is worth waiting for.
-Pure: hears of lanes and responses through method calls with the time as an argument, and talks
-through `LanePort`. Does not know: sockets, the model, sampling.
+Knows: the messages of a step, epochs and bases, credits, when an answer is overdue. Pure: hears of
+lanes and responses through method calls with the time as an argument, asks its `Planner` what is
+wanted, and talks through `LanePort`. Does not know: sockets, the model, sampling, what pays.
 
 The verifier is the only truth: a proposal counts only if session, epoch and base are the present
 ones; everything else is dropped and counted. A lane that misses its budget is not waited for again
-until it has caught up.
+until it has caught up. A session of which nothing is wanted is told of in one message for many
+rounds, and opened only when something is: its features stay with the verifier meanwhile, so the
+drafter misses none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from draftwire.meters import STEP_S, Distribution
 from draftwire.v1 import drafter_pb2
-from draftwire_kernels.tree import TokenTree, TreeError
+from draftwire_kernels.tree import TreeError
+from verifier_service.budget import Wish
 from verifier_service.cache import PagedStore
-from verifier_service.lane import Lane, LanePort, Link
-from verifier_service.messages import sampling_to_proto, session_key, speculation_to_proto
+from verifier_service.lane import Lane, LanePort, Link, Sent
+from verifier_service.messages import (
+    checked_proposal,
+    sampling_to_proto,
+    session_key,
+    speculation_to_proto,
+)
 from verifier_service.outbox import Outbox
-from verifier_service.session import Proposal, Session
+from verifier_service.session import BlockSizeReason, Session
+from verifier_service.waiting import Awaited
 
 Fault = drafter_pb2.FaultKind
-_SMOOTHING = 0.2
-_SLACK = 0.02  # seconds added to a lane's usual round trip: scheduling noise
 _LONGEST_PAUSE = 64  # rounds
+_UNTOLD = 32  # rounds of which a drafter need not hear until something is wanted of it
 
 
 @dataclass(slots=True)
@@ -40,6 +50,14 @@ class Counters:
     late: int = 0
     reopened: int = 0
     faults: dict[int, int] = field(default_factory=dict)
+    round_trips: Distribution = field(default_factory=lambda: Distribution(STEP_S))
+
+
+class Planner(Protocol):
+    """Says what is wanted of a lane."""
+
+    def wish(self, session: Session, lane: Lane) -> Wish | None:
+        """What to ask for in the name of `session`; None: nothing."""
 
 
 class Lanes:
@@ -53,6 +71,7 @@ class Lanes:
         max_context: int,
         longest_wait: float,
         lane_timeout: float,
+        planner: Planner,
         recompute: Callable[[Session], None],
         capture: Callable[[int], None],
     ) -> None:
@@ -63,6 +82,7 @@ class Lanes:
         self._max_context = max_context
         self._longest_wait = longest_wait
         self._lane_timeout = lane_timeout
+        self._planner = planner
         self._recompute = recompute
         self._capture = capture
         self._lane_of: dict[int, Lane] = {}
@@ -103,33 +123,28 @@ class Lanes:
         lane.responses += 1
         lane.acked = max(lane.acked, min(message.ack_sequence, lane.outbox.sequence))
         lane.port.acknowledge(lane.acked)
-        self._measure(lane, now)
+        while lane.sent and lane.sent[0].sequence <= lane.acked:
+            sent = lane.sent.popleft()
+            if sent.sequence == lane.acked:
+                lane.answered(sent, now)
+                self.counters.round_trips.add(now - sent.at)
         lane.outbox.responses_seen = message.sequence
         lane.oldest_unacked_at = None if lane.acked == lane.outbox.sequence else now
         lane.model_time = message.model_time.seconds + 1e-9 * message.model_time.nanos
         for proposal in message.proposals:
-            self._take_proposal(lane, proposal, now)
+            self._take_proposal(lane, proposal)
         for fault in message.faults:
             self._take_fault(lane, fault)
         for link in lane.links.values():
             if link.asked and link.asked <= lane.acked:
-                link.asked = 0  # answered, with or without a proposal
+                link.asked = 0  # answered, without a proposal
+                link.session.why_plain = BlockSizeReason.BLOCK_SIZE_REASON_EMPTY
         # A step may have begun, and told the lane more, while this answer was on its way: one
         # message behind is up to date.
         if lane.acked >= lane.outbox.sequence - 1:
             lane.behind = False
 
-    def _measure(self, lane: Lane, now: float) -> None:
-        """Round trips of late answers count too, else a lane that became slow would be waited for
-        in vain for ever."""
-        while lane.sent_at and lane.sent_at[0][0] <= lane.acked:
-            sequence, sent = lane.sent_at.popleft()
-            if sequence == lane.acked:
-                taken = now - sent
-                known = lane.round_trip
-                lane.round_trip = taken if known is None else known + _SMOOTHING * (taken - known)
-
-    def _take_proposal(self, lane: Lane, message: drafter_pb2.Proposal, now: float) -> None:
+    def _take_proposal(self, lane: Lane, message: drafter_pb2.Proposal) -> None:
         link = lane.links.get(message.key.session_id)
         if (
             link is None
@@ -141,30 +156,17 @@ class Lanes:
                 link.session.stats.stale += 1
             return
         if link.asked:
-            taken = now - link.asked_at
-            lane.round_trip = (
-                taken
-                if lane.round_trip is None
-                else lane.round_trip + _SMOOTHING * (taken - lane.round_trip)
-            )
             link.asked = 0
             lane.misses = 0
         self._setbacks.pop(message.key.session_id, None)
+        link.session.why_plain = BlockSizeReason.BLOCK_SIZE_REASON_EMPTY
         try:
-            link.session.proposal = self._checked(link.session, message)
+            link.session.proposal = checked_proposal(
+                link, message, self._vocab_size, self._max_context
+            )
         except TreeError:
             self.counters.malformed += 1
             link.session.proposal = None
-
-    def _checked(self, session: Session, message: drafter_pb2.Proposal) -> Proposal | None:
-        tree = TokenTree(tuple(message.tree.token_ids), tuple(message.tree.parents))
-        count = len(tree.tokens)
-        tree.validate(
-            self._vocab_size, max(1, session.request.speculation.max_nodes), max(1, count)
-        )
-        parts = tuple(message.tree.parts) if len(message.tree.parts) == count else ()
-        proposal = Proposal(session.base, tree, parts, message.block_size, message.reason)
-        return proposal.pruned(session.drafts_allowed(self._max_context))
 
     def _take_fault(self, lane: Lane, fault: drafter_pb2.SessionFault) -> None:
         self.counters.faults[fault.kind] = self.counters.faults.get(fault.kind, 0) + 1
@@ -182,48 +184,68 @@ class Lanes:
 
     # -- waiting
 
-    def wait_until(self, running: Iterable[Session]) -> float | None:
-        """Time up to which proposals are worth waiting for; None if none of the running sessions
-        awaits one."""
-        until: float | None = None
+    def awaited(self, running: Iterable[Session]) -> list[Awaited]:
+        """The proposals on their way that may be waited for: not from a lane that is behind."""
+        found = []
         for session in running:
             lane = self._lane_of.get(session.session_id)
-            if lane is None or lane.behind or lane.pause:
+            if lane is None or lane.behind or lane.pause or not session.at_anchor:
                 continue
             link = lane.links[session.session_id]
-            if link.asked and session.at_anchor:
-                until = max(until or 0.0, link.asked_at + self._budget(lane))
-        return until
+            if link.asked:
+                rows = self._rows_asked(lane, link.asked)
+                found.append(
+                    Awaited(
+                        session.session_id,
+                        lane.port.lane_id,
+                        link.asked_at + lane.expected(rows),
+                        link.asked_at + lane.longest(rows, self._longest_wait),
+                        link.gain,
+                        link.nodes,
+                        not session.request.speculation.adaptive,
+                    )
+                )
+        return found
 
-    def _budget(self, lane: Lane) -> float:
-        """Seconds a lane gets: some multiple of what it usually takes, up to the configured longest
-        wait."""
-        if lane.round_trip is None:
-            return self._longest_wait
-        return min(self._longest_wait, 3 * lane.round_trip + _SLACK)
+    @staticmethod
+    def _rows_asked(lane: Lane, sequence: int) -> int:
+        return next((sent.rows for sent in lane.sent if sent.sequence == sequence), 1)
 
-    def give_up_waiting(self, running: Iterable[Session]) -> None:
-        """The wait is over: lanes that did not answer are behind; waited for again once they caught
-        up, less often each time."""
+    def give_up(self, running: Iterable[Session], now: float) -> None:
+        """Lanes with an overdue answer are behind; waited for again once they caught up, less often
+        each time."""
         late = set()
-        for session in running:
-            lane = self._lane_of.get(session.session_id)
-            if lane is not None and lane.links[session.session_id].asked and session.at_anchor:
+        for item in self.awaited(running):
+            if item.overdue <= now:
                 self.counters.late += 1
-                late.add(lane.port.lane_id)
+                late.add(item.lane)
         for lane_id in late:
             lane = self.lanes[lane_id]
-            if not lane.behind and not lane.pause:
-                lane.misses += 1
-                lane.pause = 2 ** min(lane.misses - 1, 6) - 1
+            lane.misses += 1
+            lane.pause = 2 ** min(lane.misses - 1, 6) - 1
             lane.behind = True
+
+    def step_begins(self, now: float) -> None:
+        """A target step begins; what is on its way is not waited for while it runs."""
+        for lane in self.lanes.values():
+            for sent in lane.sent:
+                if sent.passed_at is None:
+                    sent.passed_at = now
 
     # -- telling
 
+    def lane_for(self, session: Session) -> Lane | None:
+        """The lane a session is on, or the one it would be opened on."""
+        lane = self._lane_of.get(session.session_id)
+        if lane is None and not self._setbacks.get(session.session_id, (0, 0))[1]:
+            lane = self._choose()
+        return lane
+
     def tell(self, session: Session, previous_base: int, accepted: int, had_proposal: bool) -> None:
         """A round of `session` is committed and it goes on: report the outcome, or open the session
-        on a lane."""
+        on a lane, if anything is wanted or too much is untold."""
         session.proposal = None
+        session.why_plain = BlockSizeReason.BLOCK_SIZE_REASON_NO_DRAFTER
         if not session.request.speculation.enabled:
             return
         lane = self._lane_of.get(session.session_id)
@@ -233,21 +255,29 @@ class Lanes:
         if lane is None:
             self._open(session)
             return
+        lane.told = True
         link = lane.links[session.session_id]
-        rows = self._rows(lane, session, previous_base, session.base)
-        budget = self._round_budget(session, lane)
+        wish = self._wish(session, lane)
+        untold = session.base - link.told
+        if wish is None and not had_proposal and untold < self._most_untold(lane):
+            link.asked = 0
+            return
+        rows = self._rows(lane, session, link.told, session.base)
+        features = lane.port.encode(rows)
+        lane.row_bytes = features.ByteSize() // max(1, len(rows))
         lane.outbox.outcome(
             drafter_pb2.Outcome(
                 key=session_key(session, link.epoch),
-                previous_base=previous_base,
-                token_ids=session.tokens[previous_base + 1 :],
-                features=lane.port.encode(rows),
+                previous_base=link.told,
+                token_ids=session.tokens[link.told + 1 :],
+                features=features,
                 accepted=accepted,
                 had_proposal=had_proposal,
-                budget=budget,
+                budget=self._round_budget(session, lane, wish),
             )
         )
-        self._expect(lane, link, budget)
+        link.told = session.base
+        self._expect(lane, link, wish)
 
     def _open(self, session: Session) -> None:
         times, rounds = self._setbacks.get(session.session_id, (0, 0))
@@ -255,7 +285,11 @@ class Lanes:
             self._setbacks[session.session_id] = (times, rounds - 1)
             return
         lane = self._choose()
-        if lane is None or session.drafts_allowed(self._max_context) == 0:
+        if lane is None:
+            return
+        lane.told = True
+        wish = self._wish(session, lane)
+        if wish is None:
             return
         if not (session.captured or frozenset()).issuperset(lane.port.facts.feature_layers):
             self._recompute(session)
@@ -265,10 +299,9 @@ class Lanes:
         if epoch > 1:
             session.stats.reopened += 1
             self.counters.reopened += 1
-        link = Link(session, epoch)
+        link = Link(session, epoch, session.base)
         lane.links[session.session_id] = link
         self._lane_of[session.session_id] = lane
-        budget = self._round_budget(session, lane)
         wants_logits = lane.port.facts.wants_last_logits and session.last_logits is not None
         lane.outbox.open(
             drafter_pb2.OpenSession(
@@ -278,13 +311,14 @@ class Lanes:
                 sampling=sampling_to_proto(session.request.sampling),
                 speculation=speculation_to_proto(session.request.speculation),
                 last_logits=lane.port.encode_plain(session.last_logits) if wants_logits else None,  # type: ignore[arg-type]
-                budget=budget,
+                budget=self._round_budget(session, lane, wish),
                 request_id=session.request.request_id,
+                traceparent=session.request.traceparent,
             )
         )
         rows = self._rows(lane, session, 0, session.base)
         lane.outbox.features(session_key(session, epoch), 0, rows, lane.port.encode)
-        self._expect(lane, link, budget)
+        self._expect(lane, link, wish)
 
     def forget(self, session: Session, reason: int) -> None:
         """The session is over, or no longer on its lane."""
@@ -327,16 +361,47 @@ class Lanes:
         slots = torch.from_numpy(session.slots[start:end]).to(self._store.device)
         return self._store.read_features(lane.port.facts.feature_layers, slots)
 
-    def _round_budget(self, session: Session, lane: Lane) -> drafter_pb2.RoundBudget:
-        depth = min(session.drafts_allowed(self._max_context), lane.port.facts.max_block_size - 1)
-        nodes = session.request.speculation.max_nodes
+    def _wish(self, session: Session, lane: Lane) -> Wish | None:
+        """What the planner wants; without a wish, the reason for the plain round is noted."""
+        depth = self._depth(session, lane)
+        wish = self._planner.wish(session, lane) if depth > 0 else None
+        if wish is None:
+            session.why_plain = (
+                BlockSizeReason.BLOCK_SIZE_REASON_NOT_WORTH
+                if depth > 0
+                else session.limit_reason(self._max_context)
+            )
+        return wish
+
+    def _depth(self, session: Session, lane: Lane) -> int:
+        return min(session.drafts_allowed(self._max_context), lane.port.facts.max_block_size - 1)
+
+    @staticmethod
+    def _most_untold(lane: Lane) -> int:
+        """Rounds that may be told of later: their features have to fit one message."""
+        limit = lane.port.facts.max_message_bytes // 8
+        return max(1, min(_UNTOLD, limit // max(1, lane.row_bytes)))
+
+    def _round_budget(
+        self, session: Session, lane: Lane, wish: Wish | None
+    ) -> drafter_pb2.RoundBudget:
+        if wish is None:
+            return drafter_pb2.RoundBudget(want_proposal=False)
         return drafter_pb2.RoundBudget(
-            want_proposal=depth > 0 and nodes > 0, max_nodes=nodes, max_depth=depth
+            want_proposal=True,
+            max_nodes=wish.nodes,
+            max_depth=min(wish.depth, self._depth(session, lane)),
         )
 
-    def _expect(self, lane: Lane, link: Link, budget: drafter_pb2.RoundBudget) -> None:
+    def _expect(self, lane: Lane, link: Link, wish: Wish | None) -> None:
+        if wish is None:
+            link.asked = 0
+            return
         # The sequence the next flush will use; `flush` sets the time.
-        link.asked = lane.outbox.sequence + 1 if budget.want_proposal else 0
+        link.asked = lane.outbox.sequence + 1
+        link.asked_depth, link.nodes, link.gain = wish.depth, wish.verified, wish.gain
+        shorter = wish.depth < self._depth(link.session, lane)
+        link.limited_by = BlockSizeReason.BLOCK_SIZE_REASON_SURVIVAL if shorter else 0
 
     # -- flushing
 
@@ -350,18 +415,23 @@ class Lanes:
                 lane.port.abandon(f"no answer for {silent:.1f} s")
                 self.lane_down(lane.port.lane_id)
                 continue
+            if lane.told:
+                lane.pause, lane.told = max(0, lane.pause - 1), False  # counted in rounds
             if not lane.outbox.pending or not lane.has_credit:
                 continue
-            lane.pause = max(0, lane.pause - 1)  # counted in rounds that were told
             first = lane.outbox.sequence + 1
-            for request in lane.outbox.take():
+            requests = lane.outbox.take()
+            asked = [link for link in lane.links.values() if link.asked >= first]
+            for link in asked:
+                link.asked, link.asked_at = lane.outbox.sequence, now
+            for request in requests:
                 lane.port.send(request)
-                lane.sent_at.append((request.sequence, now))
+                last = request.sequence == lane.outbox.sequence
+                rows = sum(1 + link.asked_depth for link in asked) if last else 0
+                opening = any(r.opens for r in requests)
+                lane.sent.append(Sent(request.sequence, now, rows, opening))
             if lane.oldest_unacked_at is None:
                 lane.oldest_unacked_at = now
-            for link in lane.links.values():
-                if link.asked >= first:
-                    link.asked, link.asked_at = lane.outbox.sequence, now
 
     def check(self) -> None:
         """Raise RuntimeError if the books do not agree; called when the engine is idle."""

@@ -5,9 +5,11 @@ Knows: both. Pure. Does not know: when anything is sent.
 
 from __future__ import annotations
 
-from draftwire.v1 import types_pb2
+from draftwire.v1 import drafter_pb2, types_pb2
 from draftwire_kernels.sampling import Sampling
-from verifier_service.session import Session, Speculation
+from draftwire_kernels.tree import TokenTree
+from verifier_service.lane import Link
+from verifier_service.session import BlockSizeReason, Proposal, Session, Speculation
 
 
 def session_key(session: Session, epoch: int) -> types_pb2.SessionKey:
@@ -41,3 +43,23 @@ def speculation_to_proto(speculation: Speculation) -> types_pb2.SpeculationOptio
         rule=types_pb2.ACCEPTANCE_RULE_FOLLOW,
         parts=speculation.parts,  # type: ignore[arg-type]
     )
+
+
+def checked_proposal(
+    link: Link, message: drafter_pb2.Proposal, vocab_size: int, max_context: int
+) -> Proposal | None:
+    """What a drafter proposes for the session of `link`, without what may not be verified; None if
+    nothing is left. Raises TreeError if it is no tree, or past what was allowed."""
+    session = link.session
+    tree = TokenTree(tuple(message.tree.token_ids), tuple(message.tree.parents))
+    count = len(tree.tokens)
+    tree.validate(vocab_size, max(1, session.request.speculation.max_nodes), max(1, count))
+    parts = tuple(message.tree.parts) if len(message.tree.parts) == count else ()
+    claims = tuple(message.tree.log_probs) if len(message.tree.log_probs) == count else ()
+    reason: int = message.reason
+    if reason == BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS and link.limited_by:
+        reason = link.limited_by  # the drafter was told a depth, and not why
+    proposal = Proposal(
+        session.base, tree, parts, message.block_size, reason, claims, link.asked_depth
+    )
+    return proposal.pruned(session.drafts_allowed(max_context))

@@ -7,7 +7,7 @@ messages mean.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 
 import grpc
 import torch
@@ -31,14 +31,23 @@ class Port:
 
     facts: LaneFacts
 
-    def __init__(self, lane_id: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        lane_id: int,
+        loop: asyncio.AbstractEventLoop,
+        carried: Counter[str] | None = None,
+    ) -> None:
+        """`carried` counts bytes of tensors by carrier, over all lanes of the engine."""
         self.lane_id = lane_id
         self.abandoned = ""
         self._loop = loop
-        self._queue: asyncio.Queue[drafter_pb2.StepRequest] = asyncio.Queue()
+        self._queue: asyncio.Queue[drafter_pb2.StepRequest | drafter_pb2.CloseLane] = (
+            asyncio.Queue()
+        )
         self._ring: SharedMemoryRing | None = None
         self._ring_in_use = False
         self._written = 0  # last write into the ring
+        self._carried = Counter[str]() if carried is None else carried
         # (message, last write when it was sent, first write that it names or 0), oldest first
         self._sent: deque[tuple[int, int, int]] = deque()
         self._fusion: Fusion | None = None
@@ -71,8 +80,10 @@ class Port:
 
     def encode_plain(self, tensor: torch.Tensor) -> types_pb2.Tensor:
         """A tensor inline, or in the ring if it is large and the ring has room."""
-        large = tensor.numel() * tensor.element_size() >= _RING_FROM_BYTES
+        size = tensor.numel() * tensor.element_size()
+        large = size >= _RING_FROM_BYTES
         message = encode(tensor, self._ring if large and self._ring_in_use else None)
+        self._carried[message.WhichOneof("carrier") or "inline"] += size
         if message.WhichOneof("carrier") == "shared_memory":
             self._written = message.shared_memory.sequence
         return message
@@ -99,13 +110,21 @@ class Port:
         if self._call is not None:
             self._loop.call_soon_threadsafe(self._call.cancel)
 
+    def farewell(self, reason: str) -> None:
+        """Queue the clean end of the lane; on the loop's thread."""
+        self._queue.put_nowait(drafter_pb2.CloseLane(reason=reason))
+
     async def write(self, call: Call) -> None:
         """The stream's only writer."""
         self._call = call
         try:
             while True:
-                request = await self._queue.get()
-                await call.write(drafter_pb2.DraftRequest(step=request))
+                item = await self._queue.get()
+                if isinstance(item, drafter_pb2.CloseLane):
+                    await call.write(drafter_pb2.DraftRequest(close=item))
+                    await call.done_writing()
+                    return
+                await call.write(drafter_pb2.DraftRequest(step=item))
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader sees the end of the stream and says why
 

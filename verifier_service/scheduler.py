@@ -6,7 +6,7 @@ no clock. Does not know how tokens are drawn or what the drafter says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,13 +70,18 @@ class Scheduler:
             self.waiting.remove(session)
         self._free(session)
 
-    def plan(self) -> list[Work]:
-        """Admit what fits and lay out the next step."""
+    def prompt_rows(self) -> int:
+        """Rows of prompts that the next step would have, if trees leave room for them."""
+        wanted = sum(len(s.tokens) - s.computed for s in self.running if not s.at_anchor)
+        return min(wanted, self.budgets.prefill_rows)
+
+    def plan(self, hold: Collection[int] = ()) -> list[Work]:
+        """Admit what fits and lay out the next step. `hold`: ids of sessions that sit it out."""
         self._admit()
         work: list[Work] = []
         rows_left = self.budgets.max_step_rows
         prefill_left = self.budgets.prefill_rows
-        anchored = [s for s in self.running if s.at_anchor]
+        anchored = [s for s in self.running if s.at_anchor and s.session_id not in hold]
         kept_back = self._prefill_share()
         for index, session in enumerate(anchored):
             # Every session after this one still gets its anchor's row, and prompts their share.
@@ -106,8 +111,7 @@ class Scheduler:
 
     def _prefill_share(self) -> int:
         """Rows that trees must leave to prompts, so that full trees never starve them."""
-        wanted = sum(len(s.tokens) - s.computed for s in self.running if not s.at_anchor)
-        return min(wanted, self.budgets.prefill_rows, self.budgets.max_step_rows // 4)
+        return min(self.prompt_rows(), self.budgets.max_step_rows // 4)
 
     def _spare(self, session: Session, later: Sequence[Session]) -> int:
         """Positions past the anchor that `session` can have without anybody being preempted, the

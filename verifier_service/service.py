@@ -8,17 +8,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import importlib.metadata
+import os
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import structlog
 import torch
 
+from draftwire import gpu, tracing
 from draftwire.channel import ChannelConfig
 from draftwire.config import ConfigError, effective
+from draftwire.meters import Reading
 from draftwire.models import resolve, unpacked
 from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
 from verifier_service import model as target
@@ -28,10 +32,11 @@ from verifier_service.config import VerifierConfig
 from verifier_service.drafters import DrafterPool, DrafterStatus
 from verifier_service.engine import Engine, EngineLimits
 from verifier_service.identity import eos_ids, model_identity
+from verifier_service.metrics import Reader, totals
 from verifier_service.scheduler import Budgets
 from verifier_service.servicer import SERVICE, VerifierServicer
-from verifier_service.session import FinishReason, Statistics
-from verifier_service.warmup import warm
+from verifier_service.session import FinishReason
+from verifier_service.warmup import profile, warm
 
 PROTOCOL_MINOR = 1
 _INFO_TIMEOUT = 2.0
@@ -46,10 +51,13 @@ class VerifierService:
 
     def __init__(self, config: VerifierConfig) -> None:
         self.config = config
-        self.servicer = VerifierServicer()
+        self.servicer = VerifierServicer(log_prompts=config.log_prompts)
         self.engine: Engine | None = None
         self._drafters: DrafterPool | None = None
         self._thread: threading.Thread | None = None
+        self._traces: tracing.Tracing | None = None
+        self._reader: Reader | None = None
+        self._gpu: gpu.GpuMeter | None = None
         self._identity = types_pb2.ModelIdentity()
         self._instance = secrets.token_hex(8)
         self._ready_at = time.monotonic()
@@ -62,10 +70,12 @@ class VerifierService:
     async def start(self) -> None:
         """Load, warm, start the engine's thread, look for drafters."""
         loop = asyncio.get_running_loop()
+        self._traces = tracing.from_environment("draftwire-verifier", os.environ)
         tokenizer = await loop.run_in_executor(None, self._load)
         assert self.engine is not None
         engine, config = self.engine, self.config
-        self.servicer.open(engine, tokenizer, self._limits(engine, tokenizer), self.describe)
+        limits = self._limits(engine, tokenizer)
+        self.servicer.open(engine, tokenizer, limits, self.describe, self._traces)
         self._thread = threading.Thread(target=engine.run, name="engine", daemon=True)
         self._thread.start()
         self._drafters = DrafterPool(
@@ -74,7 +84,10 @@ class VerifierService:
             engine,
             self._hello,
             use_rings=config.carrier == "auto",
+            lanes=config.drafter_lanes,
         )
+        self._reader = Reader(engine, self._drafters)
+        self._gpu = gpu.meter_of(engine.host.device)
         await self._drafters.start(_FIRST_DRAFTER_WAIT)
         self._ready_at = time.monotonic()
 
@@ -91,7 +104,9 @@ class VerifierService:
         )
         tokenizer = target.load_tokenizer(source, revision=config.revision)
         model = target.load_model(source, dtype, config.device, revision=config.revision)
-        host = target.TargetHost(model, invariant=config.numerics == "invariant")
+        host = target.TargetHost(
+            model, invariant=config.numerics == "invariant", kernels=config.kernels
+        )
         pool = PagePool(config.kv_tokens // config.page_size + 1, config.page_size)
         max_context = self._max_context(host, pool)
         self.engine = Engine(
@@ -114,6 +129,8 @@ class VerifierService:
             config.served_name or source.name, host, tokenizer, max_context
         )
         warm(self.engine, config.max_nodes)
+        if config.profile_s:
+            profile(self.engine, config.profile_s)
         self._log.info(
             "target ready",
             model=self._identity.name,
@@ -151,6 +168,7 @@ class VerifierService:
             max_block_size=config.max_block_size,
             max_nodes=config.max_nodes,
             eos_ids=eos_ids(engine.host.model, tokenizer),
+            mode=types_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{config.speculation.upper()}"),
             longest_token=max(len(token.encode()) for token in tokenizer.get_vocab()),
         )
 
@@ -211,6 +229,16 @@ class VerifierService:
         if self.engine is not None and self._thread is not None:
             self.engine.stop()
             await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 10.0)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
+
+    def readings(self) -> Iterator[Reading]:
+        """Everything the metrics show; called from another thread at each scrape."""
+        yield from self.servicer.meter.readings()
+        if self._reader is not None:
+            yield from self._reader.readings()
+        if self._gpu is not None:
+            yield from self._gpu.readings()
 
     # -- GetInfo
 
@@ -227,13 +255,18 @@ class VerifierService:
         """What the service is; a hung engine is described by what can be read without it."""
         assert self.engine is not None
         engine = self.engine
-        config = effective(self.config) | {"effective_numerics": engine.host.plan.describe()}
+        config = effective(self.config) | {
+            "effective_numerics": engine.host.plan.describe(),
+            "effective_step_costs": engine.policy.costs.describe(),
+        }
         response = verifier_pb2.VerifierGetInfoResponse(
             version=self._version(),
             model=self._identity,
             config=config,
             draining=self.servicer.draining,
         )
+        if self._gpu is not None and (device := self._gpu.describe()) is not None:
+            response.devices.append(device)
         info = engine.info()
         response.load.CopyFrom(
             verifier_pb2.LoadInfo(
@@ -248,24 +281,18 @@ class VerifierService:
         def tell() -> None:
             # Whoever asked may be gone by now: a cancelled future takes no result.
             if answer.set_running_or_notify_cancel():
-                answer.set_result((_totals(engine), [_lane_info(engine, s) for s in statuses]))
+                answer.set_result(
+                    (totals(engine).to_proto(), [_lane_info(engine, s) for s in statuses])
+                )
 
         engine.post(tell)
         try:
-            totals, lanes = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
-            response.totals.CopyFrom(totals)
+            acceptance, lanes = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
+            response.totals.CopyFrom(acceptance)
             response.lanes.extend(lanes)
         except TimeoutError:
             self._log.warning("engine did not answer GetInfo in time")
         return response
-
-
-def _totals(engine: Engine) -> types_pb2.AcceptanceStats:
-    totals = Statistics()
-    totals.add(engine.totals)
-    for session in engine.sessions.values():
-        totals.add(session.stats)
-    return totals.to_proto()
 
 
 def _lane_info(engine: Engine, status: DrafterStatus) -> verifier_pb2.LaneInfo:

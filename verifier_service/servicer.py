@@ -6,21 +6,23 @@ Knows: messages, trailers, deadlines, cancellation. Does not know: how tokens co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 import grpc
-import structlog
 
-from draftwire.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from draftwire import tracing
+from draftwire.errors import DeadlineExceeded, DraftwireError, InvalidArgument, Unavailable
 from draftwire.v1 import types_pb2, verifier_pb2
 from verifier_service import admission
 from verifier_service.decoding import deserializer
 from verifier_service.engine import Engine
 from verifier_service.messages import sampling_to_proto, speculation_to_proto
+from verifier_service.record import Record, RequestMeter
 from verifier_service.reports import Emitted
 from verifier_service.session import Request
 
@@ -42,23 +44,31 @@ class Describe(Protocol):
 class VerifierServicer:
     """The Verifier service. Made before the model is loaded; `open` is called when it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, log_prompts: bool = False) -> None:
         self._engine: Engine | None = None
         self._tokenizer: Any = None
         self._limits: admission.Limits | None = None
         self._describe: Describe | None = None
-        self._queues: dict[int, asyncio.Queue[Emitted]] = {}
+        self._queues: dict[int, asyncio.Queue[tuple[Emitted, float]]] = {}
         self._ids = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
-        self._log = structlog.get_logger("verifier.request")
+        self.meter = RequestMeter()
+        self._log_prompts = log_prompts
+        self._traces: tracing.Tracing | None = None
 
     def open(
-        self, engine: Engine, tokenizer: Any, limits: admission.Limits, describe: Describe
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        limits: admission.Limits,
+        describe: Describe,
+        traces: tracing.Tracing | None = None,
     ) -> None:
         """The model is there: requests can be taken."""
+        self._traces = traces
         self._engine, self._tokenizer, self._limits, self._describe = (
             engine,
             tokenizer,
@@ -72,13 +82,13 @@ class VerifierServicer:
         clients."""
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, batch)
+            self._loop.call_soon_threadsafe(self._deliver, batch, time.perf_counter())
 
-    def _deliver(self, batch: list[Emitted]) -> None:
+    def _deliver(self, batch: list[Emitted], emitted_at: float) -> None:
         for item in batch:
             queue = self._queues.get(item.session_id)
             if queue is not None:
-                queue.put_nowait(item)
+                queue.put_nowait((item, emitted_at))
 
     async def wait_idle(self) -> None:
         """Return when no request is open."""
@@ -105,6 +115,25 @@ class VerifierServicer:
         request: verifier_pb2.GenerateRequest | InvalidArgument,
         context: Context,
     ) -> AsyncIterator[verifier_pb2.GenerateResponse]:
+        known = verifier_pb2.GenerateRequest() if isinstance(request, InvalidArgument) else request
+        record = Record(self.meter, self._traces, known, context, log_prompts=self._log_prompts)
+        try:
+            # A call may be cut off at the yield: the inner generator must end then and there.
+            async with contextlib.aclosing(self._generate(request, context, record)) as responses:
+                async for response in responses:
+                    yield response
+        except DraftwireError as error:
+            record.failed(error)
+            raise
+        finally:
+            record.close()
+
+    async def _generate(
+        self,
+        request: verifier_pb2.GenerateRequest | InvalidArgument,
+        context: Context,
+        record: Record,
+    ) -> AsyncGenerator[verifier_pb2.GenerateResponse, None]:
         if isinstance(request, InvalidArgument):
             raise request
         engine, limits = self._engine, self._limits
@@ -121,23 +150,23 @@ class VerifierServicer:
             admitted = admit()
         else:  # tokenising a long text takes longer than the loop may be held
             admitted = await asyncio.get_running_loop().run_in_executor(None, admit)
+        admitted = record.admitted(admitted)
         session_id = next(self._ids)
-        queue: asyncio.Queue[Emitted] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Emitted, float]] = asyncio.Queue()
         self._queues[session_id] = queue
         self._idle.clear()
-        outcome = "cancelled"
         try:
             engine.post(lambda: engine.submit(session_id, admitted))
             yield _started(admitted)
             while True:
-                item = await queue.get()
+                item, emitted_at = await queue.get()
                 if item.error is not None:
-                    outcome = item.error.reason
                     raise item.error
                 if item.delta is not None and (item.delta.tokens or item.delta.text):
                     yield _delta(item)
+                    record.sent(len(item.delta.tokens), emitted_at)
                 if item.finished is not None:
-                    outcome = verifier_pb2.FinishReason.Name(item.finished.reason)
+                    record.finished(item.finished)
                     _set_trailers(context, item.finished)
                     yield verifier_pb2.GenerateResponse(finished=item.finished)
                     return
@@ -146,13 +175,6 @@ class VerifierServicer:
             if not self._queues:
                 self._idle.set()
             engine.post(lambda: engine.cancel(session_id))
-            self._log.info(
-                "request",
-                request_id=admitted.request_id,
-                outcome=outcome,
-                prompt_tokens=len(admitted.prompt),
-                seconds=round(time.monotonic() - now, 4),
-            )
 
     async def GetInfo(
         self, request: verifier_pb2.VerifierGetInfoRequest, context: Context

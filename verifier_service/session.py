@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,19 +24,27 @@ from draftwire_kernels.sampling import History, Sampling
 from draftwire_kernels.tree import TokenTree
 from verifier_service.text import Decoder, TextStream
 
+if TYPE_CHECKING:
+    from verifier_service.metrics import RoundWatch
+
 FinishReason = verifier_pb2.FinishReason
 BlockSizeReason = types_pb2.BlockSizeReason
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Speculation in force for a request."""
+    """Speculation in force for a request; `mode` is a SpeculationMode."""
 
     enabled: bool
     max_block_size: int
     max_nodes: int
     parts: tuple[int, ...] = ()
     mode: int = types_pb2.SPECULATION_MODE_FIXED
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the length may be changed from round to round."""
+        return self.mode == types_pb2.SPECULATION_MODE_ADAPTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +65,63 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # seconds, on the engine's clock
     arrival: float = 0.0
+    traceparent: str = ""  # W3C trace context, for the drafter
+    watch: RoundWatch | None = None  # hears of each round
 
 
 @dataclass(slots=True)
 class Proposal:
-    """A checked proposal waiting to be verified."""
+    """A checked proposal waiting to be verified. `log_probs`: what the drafter claims of each node,
+    empty if nothing. `whole`: what it was cut from. `asked_depth`: longest path asked for."""
 
     base: int
     tree: TokenTree
     parts: tuple[int, ...]
     block_size: int
     reason: int
+    log_probs: tuple[float, ...] = ()
+    asked_depth: int = 0
+    whole: Proposal | None = None
 
     def depths(self) -> list[int]:
         """Depth of each node, 0 for children of the anchor."""
-        depths: list[int] = []
-        for parent in self.tree.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return [depth - 1 for depth in self.tree.depths()]
 
     def cut(self, nodes: int) -> Proposal:
         """The first `nodes` nodes: parents come before their children, so any prefix is a tree."""
-        tree = TokenTree(self.tree.tokens[:nodes], self.tree.parents[:nodes])
-        load = BlockSizeReason.BLOCK_SIZE_REASON_LOAD
-        return Proposal(self.base, tree, self.parts[:nodes], max(tree.depths()) + 1, load)
+        return self.kept(range(nodes), BlockSizeReason.BLOCK_SIZE_REASON_LOAD)
 
-    def pruned(self, depth: int) -> Proposal | None:
-        """Without nodes deeper than `depth` tokens; None if none is left."""
-        keep = [node for node, at in enumerate(self.depths()) if at < depth]
-        if len(keep) == len(self.tree.tokens):
-            return self if keep else None
-        if not keep:
-            return None
+    def kept(self, nodes: Sequence[int] | np.ndarray, reason: int) -> Proposal:
+        """These nodes only: ascending, at least one, each with its parent."""
+        keep = [int(node) for node in nodes]
+        if len(keep) == len(self.tree):
+            return self
         place = {node: index for index, node in enumerate(keep)} | {-1: -1}
         tree = TokenTree(
             tuple(self.tree.tokens[node] for node in keep),
             tuple(place[self.tree.parents[node]] for node in keep),
         )
-        parts = tuple(self.parts[node] for node in keep) if self.parts else ()
-        size = min(self.block_size, depth + 1)
-        return Proposal(self.base, tree, parts, size, BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS)
+        return Proposal(
+            self.base,
+            tree,
+            tuple(self.parts[node] for node in keep) if self.parts else (),
+            min(self.block_size, max(tree.depths()) + 1),
+            reason,
+            tuple(self.log_probs[node] for node in keep) if self.log_probs else (),
+            self.asked_depth,
+            self.whole or self,
+        )
+
+    def pruned(self, depth: int) -> Proposal | None:
+        """Without nodes deeper than `depth` tokens; None if none is left."""
+        keep = [node for node, at in enumerate(self.depths()) if at < depth]
+        if not keep:
+            return None
+        pruned = self.kept(keep, BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS)
+        if pruned is not self:
+            # What may not be verified is no part of what could have been.
+            pruned.whole, pruned.block_size = None, min(self.block_size, depth + 1)
+        return pruned
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +219,7 @@ class Session:
         )
         self.ending: Ending | None = None
         self.proposal: Proposal | None = None
+        self.why_plain: int = BlockSizeReason.BLOCK_SIZE_REASON_NO_DRAFTER  # if the next round is
         self.captured: frozenset[int] | None = (
             None  # feature layers kept for every computed position; None: none computed
         )
@@ -229,6 +256,15 @@ class Session:
         accepts."""
         room = min(self.request.max_tokens - self.made, max_context - len(self.tokens))
         return max(0, min(room - 1, self.request.speculation.max_block_size - 1))
+
+    def limit_reason(self, max_context: int) -> int:
+        """What it is that leaves no room for drafts, when `drafts_allowed` is 0."""
+        speculation = self.request.speculation
+        if not speculation.enabled or speculation.max_block_size < 2:
+            return BlockSizeReason.BLOCK_SIZE_REASON_OFF
+        if self.request.max_tokens - self.made <= max_context - len(self.tokens):
+            return BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS
+        return BlockSizeReason.BLOCK_SIZE_REASON_CONTEXT
 
     def commit(self, tokens: Sequence[int], max_context: int) -> Delta:
         """Take committed tokens in order until one ends the answer; `ending` says whether one did.
@@ -272,15 +308,16 @@ class Session:
         elif len(self.tokens) >= max_context:
             self.ending = Ending(FinishReason.FINISH_REASON_CONTEXT)
 
-    def count_round(
-        self, proposal: Proposal | None, path: Sequence[int], emitted: int, plain_reason: int
-    ) -> None:
+    def count_round(self, proposal: Proposal | None, path: Sequence[int], emitted: int) -> None:
         """Book a round: `path` are the accepted nodes, `emitted` how many of the round's tokens the
         answer took."""
         stats = self.stats
         if proposal is None:
             stats.plain_rounds += 1
-            stats.block_sizes[1, plain_reason] += 1
+            off = not self.request.speculation.enabled
+            stats.block_sizes[
+                1, BlockSizeReason.BLOCK_SIZE_REASON_OFF if off else self.why_plain
+            ] += 1
             return
         depths = proposal.depths()
         stats.rounds += 1

@@ -52,6 +52,7 @@ def settle(hello: drafter_pb2.Hello, reply: drafter_pb2.HelloReply, target: str)
         max_message_bytes=min(
             reply.max_message_bytes or hello.max_message_bytes, hello.max_message_bytes
         ),
+        predicted_block_sizes=tuple(reply.predicted_block_sizes),
     )
 
 

@@ -163,7 +163,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"max_block_size": 0}}, "speculation.max_block_size"),
     ({"speculation": {"max_block_size": 99}}, "speculation.max_block_size"),
     ({"speculation": {"max_nodes": 999}}, "speculation.max_nodes"),
-    ({"speculation": {"mode": types_pb2.SPECULATION_MODE_ADAPTIVE}}, "speculation.mode"),
     ({"speculation": {"mode": 77}}, "speculation.mode"),
     ({"speculation": {"rule": types_pb2.ACCEPTANCE_RULE_CHAIN}}, "speculation.rule"),
     ({"speculation": {"parts": [types_pb2.DRAFT_PART_SAMPLED]}}, "speculation.parts[0]"),

@@ -11,8 +11,9 @@ import torch
 from draftwire.codec import encode
 from draftwire.v1 import drafter_pb2, types_pb2
 from draftwire_kernels.sampling import Sampling
+from verifier_service.budget import Wish
 from verifier_service.cache import CacheShape, PagedStore, PagePool
-from verifier_service.lane import LaneFacts
+from verifier_service.lane import Lane, LaneFacts
 from verifier_service.lanes import Lanes
 from verifier_service.session import Request, Session, Speculation
 
@@ -53,6 +54,16 @@ class Port:
         self.abandoned = why
 
 
+class Everything:
+    """A planner that always wants all it can get, or nothing."""
+
+    def __init__(self) -> None:
+        self.wanted = True
+
+    def wish(self, session: Session, lane: Lane) -> Wish | None:
+        return Wish(session.request.speculation.max_nodes, 7, 1.0, 7) if self.wanted else None
+
+
 class Bench:
     """Lanes with sessions that stand at their anchors."""
 
@@ -60,12 +71,14 @@ class Bench:
         pool = PagePool(64, 16)
         store = PagedStore(pool, CacheShape(1, 1, 2, HIDDEN), torch.float32, torch.device("cpu"))
         self.recomputed: list[Session] = []
+        self.planner = Everything()
         self.lanes = Lanes(
             store,
             vocab_size=VOCAB,
             max_context=500,
             longest_wait=longest_wait,
             lane_timeout=lane_timeout,
+            planner=self.planner,
             recompute=self.recomputed.append,
             capture=lambda layer: None,
         )
@@ -81,6 +94,10 @@ class Bench:
         session.commit((1,), 500)
         session.computed = session.base
         return session
+
+    def wait_until(self, sessions: Sequence[Session]) -> float | None:
+        """When the last proposal that is waited for is overdue."""
+        return max((item.overdue for item in self.lanes.awaited(sessions)), default=None)
 
     def round(self, session: Session, tokens: Sequence[int] = (2,)) -> None:
         before = session.base
@@ -171,7 +188,7 @@ def test_a_malformed_tree_is_counted_and_the_round_is_plain(
     )
     assert s.proposal is None
     assert bench.lanes.counters.malformed == 1
-    assert bench.lanes.wait_until([s]) is None
+    assert bench.wait_until([s]) is None
 
 
 def test_nodes_deeper_than_the_request_may_go_are_left_out() -> None:
@@ -259,18 +276,18 @@ def test_a_late_lane_is_not_waited_for_until_it_has_caught_up_and_then_less_ofte
     s = bench.session(1)
     bench.lanes.tell(s, s.base, 0, False)
     bench.lanes.flush(0.0)
-    assert bench.lanes.wait_until([s]) == 1.0
-    bench.lanes.give_up_waiting([s])
+    assert bench.wait_until([s]) == 1.0
+    bench.lanes.give_up([s], bench.wait_until([s]) or 0.0)
     bench.round(s)
     bench.lanes.flush(1.0)
-    assert bench.lanes.wait_until([s]) is None
+    assert bench.wait_until([s]) is None
     answer(bench, port, s, now=1.5)  # caught up: on time for the round that asked last
     assert s.proposal is not None
     bench.round(s)
     bench.lanes.flush(2.0)
-    assert bench.lanes.wait_until([s]) is not None
+    assert bench.wait_until([s]) is not None
     for _ in range(3):
-        bench.lanes.give_up_waiting([s])
+        bench.lanes.give_up([s], bench.wait_until([s]) or 0.0)
         bench.round(s)
         bench.lanes.flush(3.0)
         bench.lanes.response(
@@ -279,7 +296,7 @@ def test_a_late_lane_is_not_waited_for_until_it_has_caught_up_and_then_less_ofte
         bench.round(s)
         bench.lanes.flush(3.1)
     assert bench.lanes.lanes[1].pause > 0
-    assert bench.lanes.wait_until([s]) is None
+    assert bench.wait_until([s]) is None
     assert bench.lanes.counters.late >= 2
 
 
@@ -297,13 +314,13 @@ def test_a_lane_slower_than_its_usual_time_is_given_more_time_after_a_while() ->
     for _ in range(200):
         bench.round(s)
         bench.lanes.flush(now)
-        until = bench.lanes.wait_until([s])
+        until = bench.wait_until([s])
         if until is not None and until >= now + 0.5:
             answer(bench, port, s, now=now + 0.5)
             got += s.proposal is not None
         else:
             base, sequence = s.base, port.sent[-1].sequence
-            bench.lanes.give_up_waiting([s])
+            bench.lanes.give_up([s], bench.wait_until([s]) or 0.0)
             bench.round(
                 s
             )  # a plain round; its answer comes while the step runs and is heard of afterwards
@@ -322,7 +339,7 @@ def test_the_usual_round_trip_bounds_the_wait() -> None:
     answer(bench, port, s, now=0.01)
     bench.round(s)
     bench.lanes.flush(1.0)
-    until = bench.lanes.wait_until([s])
+    until = bench.wait_until([s])
     assert until is not None
     assert 1.03 <= until <= 1.06
 

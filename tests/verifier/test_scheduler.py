@@ -104,3 +104,17 @@ def test_who_finds_a_free_seat_does_not_count_as_waiting() -> None:
     assert len(s.running) == 2
     with pytest.raises(ResourceExhausted):
         s.add(make(4))
+
+
+def test_who_sits_a_step_out_keeps_pages_and_proposal() -> None:
+    s = scheduler(pages=40)
+    first, second = make(1), make(2)
+    s.add(first)
+    s.add(second)
+    play(s, nodes=3)
+    pages = list(second.pages)
+    work = s.plan(hold={2})
+    assert [item.session for item in work] == [first]
+    assert second.pages == pages
+    assert second.proposal is not None
+    assert [item.session for item in s.plan()] == [first, second]

@@ -113,7 +113,7 @@ def test_max_tokens_and_a_stop_in_one_block_the_earlier_wins() -> None:
 def test_counts_add_up_when_the_text_ends_inside_an_accepted_path() -> None:
     s = session()
     tree = TokenTree((1, 2, 3, 4, 7), (-1, 0, 1, 2, 0))
-    s.count_round(Proposal(0, tree, (3, 3, 3, 3, 4), 5, 1), (0, 1, 2, 3), emitted=2, plain_reason=9)
+    s.count_round(Proposal(0, tree, (3, 3, 3, 3, 4), 5, 1), (0, 1, 2, 3), emitted=2)
     proto = s.stats.to_proto()
     assert proto.drafted_tokens == 5
     assert (proto.accepted_tokens, proto.discarded_tokens, proto.rejected_tokens) == (2, 2, 1)

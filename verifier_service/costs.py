@@ -1,0 +1,233 @@
+"""What a target step and a draft cost, in ms: profiled, then corrected by what is measured.
+
+Knows: that a step's time depends on its rows, which come in quanta and cliffs, and on whether trees
+are in it; that a draft's time depends on the drafter's rows; that neither falls when rows are
+added. Pure. Does not know: sessions, lanes, clocks.
+
+What is measured is noisy, so an observation moves a figure by a bounded share of its logarithm, and
+what is read is the closest curve that never falls (pool adjacent violators, weighted by the number
+of observations; Barlow et al. 1972).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from verifier_service.packing import bucket
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_LARGEST_SURPRISE = math.log(2)  # what one observation may say at most, up or down
+_DRIFT = 0.1  # share of it by which all figures move: other load, longer contexts
+_SLOWEST = 0.05  # least share by which the figure of these rows moves
+# Row counts at which a smooth cost is remembered: at most a third apart, so that the nearest is
+# near.
+GRID = tuple(
+    sorted({base << shift for shift in range(13) for base in (1, 3)} | {5, 7, 10, 14, 20, 28})
+)
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence closest to `values` in weighted squares. Weights are positive."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append((value, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, u, m), (b, v, n) = blocks[-2:]
+            blocks[-2:] = [((a * u + b * v) / (u + v), u + v, m + n)]
+    return [mean for mean, _, length in blocks for _ in range(length)]
+
+
+class Curve:
+    """ms at ascending row counts, some of them not observed yet.
+
+    `fixed_share`: what is believed beyond the outermost observation: that share of its cost does
+    not depend on rows, the rest is proportional to them.
+    """
+
+    def __init__(self, points: Sequence[int], fixed_share: float) -> None:
+        self.points = np.asarray(points, dtype=np.float64)
+        self.counts = [0] * len(points)
+        self._cells = [0.0] * len(points)
+        self._share = fixed_share
+        self._fit: Floats | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return any(self.counts)
+
+    def observe(self, index: int, ms: float) -> None:
+        """One observation at points[index]; a later one counts less, down to a twentieth."""
+        seen = self.counts[index]
+        if seen:
+            surprise = math.log(ms / self._cells[index])
+            surprise = min(_LARGEST_SURPRISE, max(-_LARGEST_SURPRISE, surprise))
+            self._cells[index] *= math.exp(max(_SLOWEST, 1 / (seen + 1)) * surprise)
+        else:
+            self._cells[index] = ms
+        self.counts[index] = seen + 1
+        self._fit = None
+
+    def nearest(self, rows: float) -> int:
+        """Index of the point closest to `rows` in ratio."""
+        return int(np.abs(np.log(self.points / max(rows, 1.0))).argmin())
+
+    def fit(self) -> Floats:
+        """ms at every point, never falling; zeros while nothing is known."""
+        if self._fit is None:
+            self._fit = self._filled()
+        return self._fit
+
+    def _filled(self) -> Floats:
+        seen = [i for i, count in enumerate(self.counts) if count]
+        if not seen:
+            return np.zeros(len(self.points))
+        values = isotonic([self._cells[i] for i in seen], [float(self.counts[i]) for i in seen])
+        at = self.points[seen]
+        filled = np.interp(self.points, at, values)
+        below, above = self.points < at[0], self.points > at[-1]
+        filled[below] = self._beyond(self.points[below], at[0], values[0])
+        slope = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(seen) > 1 else 0.0
+        filled[above] = np.maximum(
+            self._beyond(self.points[above], at[-1], values[-1]),
+            values[-1] + slope * (self.points[above] - at[-1]),
+        )
+        return filled
+
+    def _beyond(self, rows: Floats, from_rows: float, ms: float) -> Floats:
+        return ms * (self._share + (1 - self._share) * rows / from_rows)
+
+
+class StepCosts:
+    """ms of a target step by its rows, without trees and with them.
+
+    `buckets`: the row counts a step is padded to; a single 1 means that it is not padded. What all
+    steps have in common, drift included, is one factor; the curves keep the proportions.
+    """
+
+    def __init__(self, buckets: Sequence[int], most_rows: int) -> None:
+        self._buckets = tuple(buckets)
+        self._smooth = self._buckets == (1,)
+        last = self._buckets[-1]
+        points = (
+            [p for p in GRID if p <= max(most_rows, 1)]
+            if self._smooth
+            else [*self._buckets, *range(2 * last, bucket(most_rows, self._buckets) + 1, last)]
+        )
+        self.plain, self.drafted = Curve(points, 1.0), Curve(points, 1.0)
+        self.scale = 1.0
+        self._fits: dict[bool, Floats] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was profiled or measured."""
+        return self.plain.known or self.drafted.known
+
+    def padded(self, rows: int) -> int:
+        """Rows that a step of `rows` rows really has."""
+        return rows if self._smooth else bucket(rows, self._buckets)
+
+    def profile(self, rows: int, ms: float, *, drafted: bool) -> None:
+        """A step made for the purpose, before there were requests, took `ms`."""
+        curve = self.drafted if drafted else self.plain
+        curve.observe(self._index(rows), ms)
+        self._fits.clear()
+
+    def observe(self, rows: int, ms: float, *, drafted: bool) -> None:
+        """A real step took `ms`. Ignored unless positive and finite."""
+        if not (math.isfinite(ms) and ms > 0 and rows > 0):
+            return
+        if self.known:
+            surprise = math.log(ms / self.ms(rows, drafted=drafted))
+            surprise = min(_LARGEST_SURPRISE, max(-_LARGEST_SURPRISE, surprise))
+            self.scale *= math.exp(_DRIFT * surprise)
+        self.profile(rows, ms / self.scale, drafted=drafted)
+
+    def ms(self, rows: int, *, drafted: bool) -> float:
+        """Expected ms of a step of `rows` rows; 1.0 while nothing is known."""
+        return float(self.curve(np.asarray([rows]), drafted=drafted)[0])
+
+    def curve(self, rows: Ints | Floats, *, drafted: bool) -> Floats:
+        """Expected ms for each of `rows`."""
+        if not self.known:
+            return np.ones(len(rows))
+        points, fit = self.plain.points, self._fit(drafted)
+        if self._smooth:
+            found = np.interp(rows, points, fit)
+        else:
+            found = fit[np.minimum(np.searchsorted(points, rows), len(points) - 1)]
+        over = rows > points[-1]
+        if over.any():
+            found = np.where(over, fit[-1] * rows / points[-1], found)
+        return self.scale * found
+
+    def describe(self) -> str:
+        """One line for GetInfo: rows and ms, trees after the slash."""
+        seen = [i for i in range(len(self.plain.points)) if self.plain.counts[i]]
+        seen = sorted({*seen, *(i for i, count in enumerate(self.drafted.counts) if count)})
+        plain, drafted = self.scale * self._fit(False), self.scale * self._fit(True)
+        return ", ".join(
+            f"{int(self.plain.points[i])}: {plain[i]:.3g}/{drafted[i]:.3g} ms" for i in seen
+        )
+
+    def _fit(self, drafted: bool) -> Floats:
+        if drafted not in self._fits:
+            self._fits[drafted] = self._fitted(drafted)
+        return self._fits[drafted]
+
+    def _fitted(self, drafted: bool) -> Floats:
+        """A curve nothing is known of is taken from the other one; trees never cost less than none,
+        so that noise cannot make a draft pay by making the step quicker."""
+        if not self.plain.known:
+            return self.drafted.fit()
+        plain = self.plain.fit()
+        if not drafted or not self.drafted.known:
+            return plain
+        seen = np.asarray(self.drafted.counts) > 0
+        fit = self.drafted.fit()
+        # Where no tree was seen yet, trees cost what they cost elsewhere over plain rows.
+        ratio = float(np.median(fit[seen] / plain[seen]))
+        guess = np.where(seen, fit, plain * ratio)
+        return np.maximum(np.maximum.accumulate(guess), plain)
+
+    def _index(self, rows: int) -> int:
+        if self._smooth:
+            return self.plain.nearest(rows)
+        at = int(np.searchsorted(self.plain.points, self.padded(rows)))
+        return min(at, len(self.plain.points) - 1)
+
+
+class DraftCosts:
+    """ms from asking a lane until its answer, by the rows asked of the drafter (anchors included).
+    While nothing is known a draft costs nothing, so that one is asked for."""
+
+    def __init__(self) -> None:
+        self._curve = Curve(GRID, 0.5)
+        self._provisional = False  # all that is known comes from answers that were not clean
+
+    @property
+    def known(self) -> bool:
+        """Whether an answer was measured."""
+        return self._curve.known
+
+    def observe(self, rows: int, ms: float, *, clean: bool = True) -> None:
+        """An answer to `rows` rows took `ms`; ignored unless positive and finite. Not `clean`: the
+        drafter took in whole contexts before, or had a step beside it; the first clean answer
+        replaces what was learnt from such ones alone."""
+        if not (math.isfinite(ms) and ms > 0 and rows > 0):
+            return
+        if self._provisional and clean:
+            self._curve = Curve(GRID, 0.5)
+        self._provisional = not clean and (self._provisional or not self._curve.known)
+        self._curve.observe(self._curve.nearest(rows), ms)
+
+    def ms(self, rows: float) -> float:
+        """Expected ms of a draft of `rows` rows."""
+        return float(np.interp(rows, self._curve.points, self._curve.fit())) if rows > 0 else 0.0
