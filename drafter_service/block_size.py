@@ -1,7 +1,7 @@
 """How large the next block is, and why.
 
-One pure function; today the size is fixed and only cut by limits. Does not know the model or the
-wire.
+One pure function: the configured size, or the one predicted for the session, cut by limits. Does
+not know the model, the predictor or the wire.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ class BlockSize:
 
 
 def choose(
-    *, preferred: int, lane_max: int, speculation: Speculation, budget: Budget, room: int | None
+    *,
+    preferred: int,
+    lane_max: int,
+    speculation: Speculation,
+    budget: Budget,
+    room: int | None,
+    predicted: int | None = None,
 ) -> BlockSize:
     """The block size of one round.
 
-    preferred: configured size. lane_max: largest the verifier takes (0: any). room: positions left
-    in the drafter's context from the anchor on, or None if the model is not asked.
+    preferred: configured size. predicted: the predictor's, if it was asked. lane_max: largest the
+    verifier takes (0: any). room: positions left in the drafter's context from the anchor on, or
+    None if the model is not asked.
     """
     if speculation.off:
         return BlockSize(1, Reason.OFF)
-    choice = BlockSize(min(preferred, lane_max) if lane_max else preferred, Reason.FIXED)
+    wanted = preferred if predicted is None else predicted
+    reason = Reason.FIXED if predicted is None else Reason.PREDICTED
+    choice = BlockSize(min(wanted, lane_max) if lane_max else wanted, reason)
     limits = (
         (speculation.max_block_size, Reason.REQUEST),
         (budget.max_depth + 1 if budget.max_depth else None, Reason.MAX_TOKENS),

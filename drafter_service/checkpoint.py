@@ -1,5 +1,6 @@
 """Draft checkpoints on disk, in the published DFlash format: config.json and safetensors, nothing
-else.
+else. A path-conditioned head lies beside them in path_head.safetensors, which public loaders do not
+read.
 
 Knows folders, hub ids, tensor names and their variants; every tensor must be known and of the right
 shape, and none may be missing. Does not know how the model drafts.
@@ -8,6 +9,7 @@ shape, and none may be missing. Does not know how the model drafts.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import shutil
@@ -20,12 +22,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from drafter_service import predictor
 from drafter_service.draft_config import CheckpointError, DraftConfig, parse
 from drafter_service.model import DraftModel
+from drafter_service.pathhead import PREFIX
 from drafter_service.random_weights import random_model, raw_config_for
+from draftwire.models import PACKAGE_PREFIX
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+PATH_HEAD_FILE = "path_head.safetensors"
 # Tensors of the target that some files carry along, and a mask embedding of their own that others
 # have.
 _TARGET_NAMES = ("embed_tokens.weight", "lm_head.weight", "mask_embedding")
@@ -41,7 +47,7 @@ _IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A draft model in memory. `embedding`, `head`, `mask_embedding`: only if the file brings
-    them.
+    them. `base_sha256` is of the weights without a path head, which may come later and be left out.
     """
 
     name: str
@@ -52,6 +58,8 @@ class Checkpoint:
     embedding: torch.Tensor | None = None
     head: torch.Tensor | None = None
     mask_embedding: torch.Tensor | None = None
+    folder: Path | None = None
+    base_sha256: str = ""
 
 
 def load(
@@ -60,11 +68,14 @@ def load(
     device: torch.device,
     dtype: torch.dtype | None = None,
     random_seed: int | None = None,
+    revision: str | None = None,
 ) -> Checkpoint:
-    """Load a folder or hub id; `dtype` None keeps the file's. With `random_seed` only config.json
-    is read and the weights are drawn. Raises CheckpointError naming field, tensor or file.
+    """Load a folder, hub id (at `revision`) or package:NAME/FOLDER; `dtype` None keeps the file's.
+
+    With `random_seed` only config.json is read and the weights are drawn. Raises CheckpointError
+    naming field, tensor or file.
     """
-    folder = _folder(source, weights=random_seed is None)
+    folder = _folder(source, weights=random_seed is None, revision=revision)
     raw = read_config(folder)
     config = parse(raw)
     wanted = dtype or _file_dtype(raw)
@@ -78,6 +89,8 @@ def load(
     _check_tensors(config, model, tensors, extra)
     model.load_state_dict(tensors, strict=True, assign=True)
     digest = sha256_of(model)
+    headed = any(name.startswith(PREFIX) for name in tensors)
+    base = sha256_of(model, head=False) if headed else digest
     return Checkpoint(
         folder.name,
         config,
@@ -87,6 +100,8 @@ def load(
         embedding=extra.get("embed_tokens.weight"),
         head=extra.get("lm_head.weight"),
         mask_embedding=extra.get("mask_embedding"),
+        folder=folder,
+        base_sha256=base,
     )
 
 
@@ -103,11 +118,17 @@ def save(
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in model.state_dict().items()
     }
+    head = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PREFIX)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    if head:
+        save_file(head, folder / PATH_HEAD_FILE, metadata={"format": "pt"})
+    else:
+        (folder / PATH_HEAD_FILE).unlink(missing_ok=True)
     text = json.dumps(dict(raw_config), indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
     # safetensors makes the file for its owner alone; whoever may read the one may read the other.
-    shutil.copymode(folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    for name in (WEIGHTS_FILE, *([PATH_HEAD_FILE] if head else [])):
+        shutil.copymode(folder / CONFIG_FILE, folder / name)
 
 
 def write_random(
@@ -139,10 +160,12 @@ def write_random(
     return folder
 
 
-def sha256_of(model: DraftModel) -> str:
-    """SHA-256 over names, shapes, types and bytes of all weights."""
+def sha256_of(model: DraftModel, *, head: bool = True) -> str:
+    """SHA-256 over names, shapes, types and bytes of all weights, a path head's only if wanted."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
+        if name.startswith(PREFIX) and not head:
+            continue
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().cpu().contiguous().view(-1)
         digest.update(memoryview(flat.view(torch.uint8).numpy()))
@@ -163,7 +186,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _folder(source: str, *, weights: bool) -> Path:
+def _folder(source: str, *, weights: bool, revision: str | None = None) -> Path:
+    if source.startswith(PACKAGE_PREFIX):
+        return _in_package(source)
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -172,17 +197,31 @@ def _folder(source: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [CONFIG_FILE, *(["*.safetensors", "*.safetensors.index.json"] if weights else [])]
+    weight_files = ["*.safetensors", "*.safetensors.index.json", predictor.CONFIG_FILE]
+    patterns = [CONFIG_FILE, *(weight_files if weights else [])]
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             "checkpoint", source, f"an existing folder or a hub id that can be fetched ({error})"
         ) from None
 
 
+def _in_package(source: str) -> Path:
+    """The folder inside an installed package, which is found and not imported."""
+    package, _, inside = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if inside and (folder := Path(root, inside)).is_dir():
+            return folder
+    raise CheckpointError("checkpoint", source, "package:NAME/FOLDER of an installed package")
+
+
 def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(set(folder.glob("*.safetensors")) - {folder / predictor.WEIGHTS_FILE})
     if not files:
         raise CheckpointError("weights", folder.name, "a folder with .safetensors files")
     tensors: dict[str, torch.Tensor] = {}

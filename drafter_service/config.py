@@ -16,8 +16,10 @@ class Config(WireConfig):
 
     listen: str = setting("127.0.0.1:7451", help="host:port or unix:PATH; port 0 picks a free one")
     checkpoint: str | None = setting(
-        None, help="draft model in the DFlash format: a folder or a Hugging Face id"
+        None,
+        help="draft model in the DFlash format: a folder, a Hugging Face id or package:NAME/FOLDER",
     )
+    revision: str | None = setting(None, help="revision of a Hugging Face id of the checkpoint")
     target: str | None = setting(
         None,
         help="target model (folder, Hugging Face id, .gguf file, package:NAME) whose embedding and "
@@ -44,6 +46,20 @@ class Config(WireConfig):
         ("rank_tree", "branches", "ngram"),
         help=f"how tokens are chosen, merged into one tree; of {', '.join(PARTS)}; branches need "
         "a checkpoint that has them",
+    )
+    predictor: str = setting(
+        "auto",
+        help="block size predictor: auto is the one in the checkpoint's folder, if there is one; "
+        "off; or the folder of one made for this drafter",
+    )
+    path_head: bool = setting(
+        True, help="condition on the drafted path, if the checkpoint has a head for it"
+    )
+    ngram_depth: int = setting(
+        31,
+        help="deepest drafted token that repetition of earlier text may give; 0: the block's",
+        minimum=0,
+        maximum=1023,
     )
     cache_rows: int = setting(65536, help="feature rows kept over all sessions", minimum=64)
     max_sessions: int = setting(256, help="sessions open at a time over all lanes", minimum=1)

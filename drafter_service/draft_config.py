@@ -11,21 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafter_service.calibration import UNCALIBRATED, Calibration
+from drafter_service.calibration import parse as parse_calibration
+from drafter_service.refusal import CheckpointError as CheckpointError
+
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used. `field` is the config field, tensor or file; `value` what
-    it holds; `limit` what would be allowed.
-    """
-
-    def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} is {str(value)[:200]}; it must be {limit}")
-        self.field = field
-        self.value = value
-        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,9 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """Shapes and rules of a draft model. Sizes are in elements, `block_size` counts the anchor."""
+    """Shapes and rules of a draft model. Sizes are in elements, `block_size` counts the anchor;
+    `path_rank` 0: no path-conditioned head.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -76,6 +70,8 @@ class DraftConfig:
     softcap: float | None = None
     branches: int = 1
     prior_temperature: float = 1.0
+    path_rank: int = 0
+    calibration: Calibration = UNCALIBRATED
     trained: bool = True
     tokenizer_sha256: str = ""
     vocabulary_sha256: str = ""
@@ -145,6 +141,8 @@ def parse(raw: Mapping[str, Any]) -> DraftConfig:
         softcap=float(softcap) if softcap else None,
         branches=_positive(own, "branches", 1),
         prior_temperature=float(own.get("prior_temperature", 1.0)),
+        path_rank=_positive(own, "path_rank") if own.get("path_rank") else 0,
+        calibration=parse_calibration(own.get("calibration")),
         trained=bool(own.get("trained", True)),
         tokenizer_sha256=str(own.get("tokenizer_sha256", "")),
         vocabulary_sha256=str(own.get("vocabulary_sha256", "")),

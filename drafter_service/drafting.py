@@ -1,4 +1,5 @@
-"""From ready sessions to proposals: one pass of the model for all of them, then a tree for each.
+"""From ready sessions to proposals: one pass of the model for all of them, then their trees, grown
+together.
 
 Knows model, cache, candidates and trees. Does not know lanes, threads or messages that come in.
 """
@@ -12,13 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from drafter_service.bed import Bed, Ints, last_two
 from drafter_service.block_size import BlockSize
 from drafter_service.cache import Context, ContextPool
+from drafter_service.calibration import Regime
+from drafter_service.conditioned import PathCondition
 from drafter_service.messages import Proposal, Reason
 from drafter_service.model import Block, Candidates, DraftModel, LogitBias
-from drafter_service.ranking import Ints, Ranked, RowDraws, rank
+from drafter_service.ranking import noise_at, plant
 from drafter_service.session import Session
-from drafter_service.tree import Part, Tree, build
+from drafter_service.tree import Part, Tree
 
 # Candidates looked at in each slot: the token that the target draws is among 64 in nearly every
 # round.
@@ -28,7 +32,7 @@ CANDIDATES = 64
 @dataclass(frozen=True, slots=True)
 class Job:
     """One session to draft for. `context` None: no model for it (no room or no target), n-gram
-    only.
+    only. `max_depth`: deepest node, 0: the block's; only repetition goes deeper than the block.
     """
 
     session: Session
@@ -36,6 +40,17 @@ class Job:
     block: BlockSize
     max_nodes: int
     parts: frozenset[Part]
+    max_depth: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Slots that the model fills."""
+        return 0 if self.context is None else self.block.size - 1
+
+    @property
+    def depth(self) -> int:
+        """The deepest node that there may be."""
+        return max(self.max_depth, self.block.size - 1) if self.block.size > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,78 +64,77 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a job's candidate rows lie: `branches` rows a slot, from `first` on."""
-
-    first: int
-    slots: int
-    branches: int
-    log_prior: list[float]
-
-    @property
-    def end(self) -> int:
-        return self.first + self.slots * self.branches
-
-
-def draft(model: DraftModel, pool: ContextPool, jobs: Sequence[Job]) -> Drafted:
-    """Draft for all jobs. Contexts must hold all positions before the anchor and have room for the
-    block.
+class _Found:
+    """What the model says of the slots of the jobs that ask it, one job after another: hidden
+    states [slots * branches, hidden], candidates, biases, log prior [jobs, branches] of branches.
     """
-    asked = [job for job in jobs if job.context is not None and job.block.size > 1]
-    if not asked:
-        return Drafted([_proposal(job, _tree(job)) for job in jobs], 0)
+
+    hidden: torch.Tensor
+    candidates: Candidates
+    biases: list[LogitBias]
+    log_prior: torch.Tensor
+
+
+def draft(
+    model: DraftModel, pool: ContextPool, jobs: Sequence[Job], *, path_head: bool = True
+) -> Drafted:
+    """Draft for all jobs. Contexts must hold all positions before the anchor and have room for the
+    block. `path_head`: use the model's, if it has one.
+    """
     started = time.perf_counter_ns()
-    found, places = _run(model, pool, asked)
-    ids, logits = found.ids.cpu().numpy(), found.logits.cpu().numpy()
-    normaliser = None if found.normaliser is None else found.normaliser.cpu().numpy()
-    model_ns = time.perf_counter_ns() - started
-    finite = np.isfinite(logits[:, 0])
-    ranked = rank(ids, logits, normaliser, _draws(asked, places))
+    asked = [job for job in jobs if job.slots]
+    found = _run(model, pool, asked) if asked else None
+    model_ns = time.perf_counter_ns() - started if asked else 0
+    bed = _bed(model, jobs, found)
+    condition = None
+    if found is not None and path_head and model.path_head is not None:
+        ids = found.candidates.ids
+        condition = PathCondition(model, found.hidden, ids, _firsts(jobs), found.biases)
+    trees = plant(bed, [job.parts for job in jobs], condition)
     proposals: list[Proposal | None] = []
-    remaining = iter(places)
-    for job in jobs:
-        if job.context is None or job.block.size <= 1:
-            proposals.append(_proposal(job, _tree(job)))
-            continue
-        place = next(remaining)
-        if not finite[place.first : place.end].all():
-            proposals.append(None)
-            continue
-        proposals.append(_proposal(job, _tree(job, place, ranked, ids)))
+    for session, (job, tree) in enumerate(zip(jobs, trees, strict=True)):
+        best = bed.logits[session, :, : job.slots, 0]
+        finite = bool(np.isfinite(best).all()) and np.isfinite(tree.log_probs).all()
+        proposals.append(_proposal(job, tree) if finite else None)
     return Drafted(proposals, model_ns)
 
 
-def _run(
-    model: DraftModel, pool: ContextPool, jobs: Sequence[Job]
-) -> tuple[Candidates, list[_Place]]:
-    """The model's part: blocks -> hidden states -> candidate rows."""
+def _run(model: DraftModel, pool: ContextPool, jobs: Sequence[Job]) -> _Found:
+    """The model's part: blocks -> hidden states -> candidates."""
     blocks = [
         Block(job.session.tokens[-1], job.context, job.block.size)
         for job in jobs
         if job.context is not None
     ]
     hidden = model.draft(pool, blocks)
-    count, device = model.config.branches, hidden.device
-    firsts: list[int] = np.cumsum([0, *(block.size for block in blocks[:-1])]).tolist()
-    priors: list[list[float]] = [[0.0]] * len(jobs)
-    if count > 1:
-        priors = model.log_prior(hidden[torch.tensor(firsts, device=device)]).tolist()
-    wanted: list[int] = []
-    places: list[_Place] = []
-    biases: list[LogitBias] = []
-    for job, first, prior in zip(jobs, firsts, priors, strict=True):
-        # Branch z of hidden row r is row r * count + z of the expanded states; without the part
-        # only the likeliest one.
-        all_branches = Part.BRANCHES in job.parts and count > 1
-        chosen = range(count) if all_branches else (prior.index(max(prior)),)
-        at, slots = len(wanted), range(first + 1, first + job.block.size)
-        wanted.extend(row * count + branch for row in slots for branch in chosen)
-        places.append(_Place(at, len(slots), len(chosen), prior if all_branches else [0.0]))
+    device, count = hidden.device, torch.tensor([job.slots for job in jobs])
+    anchors = torch.cumsum(count + 1, 0) - (count + 1)
+    is_slot = torch.ones(hidden.shape[0], dtype=torch.bool)
+    is_slot[anchors] = False
+    slots, prior = hidden[is_slot.to(device)], torch.zeros(len(jobs), 1, device=device)
+    weights = None
+    if model.config.branches > 1:
+        wants = torch.tensor([Part.BRANCHES in job.parts for job in jobs], device=device)
+        tempers = torch.tensor([_regime(model, job).category for job in jobs], device=device)
+        prior = model.log_prior(hidden[anchors.to(device)], tempers)
+        best = prior.argmax(1, keepdim=True)
+        if wants.any():
+            # Who does not ask for branches has all of the prior on the likeliest one.
+            alone = torch.full_like(prior, -torch.inf).scatter(1, best, 0.0)
+            prior = torch.where(wants[:, None], prior, alone)
+            slots = model.expand(slots)
+            weights = prior.repeat_interleave(count.to(device), dim=0)
+        else:
+            prior = torch.zeros(len(jobs), 1, device=device)
+            chosen = best[:, 0].repeat_interleave(count.to(device))
+            slots = model.expand(slots).view(len(chosen), model.config.branches, -1)
+            slots = slots[torch.arange(len(chosen), device=device), chosen]
+    biases, first = [], 0
+    for job in jobs:
         if job.session.sampling.logit_bias:
-            biases.append(_bias(job, at, len(wanted), device))
-    picked = model.expand(hidden)[torch.tensor(wanted, device=device)]
-    greedy = any(job.session.sampling.temperature <= 0 for job in jobs)
-    return model.candidates(picked, CANDIDATES, normalise=greedy, biases=biases), places
+            biases.append(_bias(job, first, first + job.slots, device))
+        first += job.slots
+    return _Found(slots, model.candidates(slots, CANDIDATES, weights, biases), biases, prior)
 
 
 def _bias(job: Job, first: int, end: int, device: torch.device) -> LogitBias:
@@ -133,50 +147,60 @@ def _bias(job: Job, first: int, end: int, device: torch.device) -> LogitBias:
     )
 
 
-def _draws(jobs: Sequence[Job], places: Sequence[_Place]) -> RowDraws:
-    """Temperature, seed and absolute position of every candidate row: slot j is drawn at base +
-    j.
-    """
-    temperatures: list[float] = []
-    coupled: list[bool] = []
-    seeds: list[int] = []
-    positions: list[int] = []
-    for job, place in zip(jobs, places, strict=True):
-        count, sampling = place.end - place.first, job.session.sampling
-        temperatures.extend([sampling.temperature] * count)
-        uses_order = bool(job.parts & {Part.RANK_TREE, Part.BRANCHES})
-        coupled.extend([uses_order and sampling.seed is not None] * count)
-        seeds.extend([sampling.seed or 0] * count)
-        first = job.session.base + 1
-        positions.extend(first + slot for slot in range(place.slots) for _ in range(place.branches))
-    return RowDraws(np.array(temperatures, dtype=np.float32), np.array(coupled), seeds, positions)
+def _firsts(jobs: Sequence[Job]) -> Ints:
+    """Where the slots of each job begin among those of all."""
+    counts = np.array([job.slots for job in jobs], dtype=np.int64)
+    first: Ints = np.cumsum(counts) - counts
+    return first
 
 
-def _tree(
-    job: Job, place: _Place | None = None, found: Ranked | None = None, by_logit: Ints | None = None
-) -> Tree:
-    depth = job.block.size - 1
-    ranked: list[Ranked] = []
-    argmax: list[int] = []
-    if place is not None and found is not None and by_logit is not None:
-        rows = [
-            slice(place.first + branch, place.end, place.branches)
-            for branch in range(place.branches)
-        ]
-        ranked = [Ranked(found.ids[window], found.log_chances[window]) for window in rows]
-        best = place.log_prior.index(max(place.log_prior))
-        argmax = by_logit[rows[best], 0].tolist()
-    ngram: tuple[list[int], int] = ([], 0)
-    if Part.NGRAM in job.parts and depth > 0:
-        ngram = job.session.history.lookup(depth)
-    return build(
-        ranked=ranked,
-        log_prior=place.log_prior if place is not None else [0.0],
-        argmax=argmax,
-        ngram=ngram,
-        parts=job.parts,
-        max_nodes=job.max_nodes,
-        max_depth=depth,
+def _bed(model: DraftModel, jobs: Sequence[Job], found: _Found | None) -> Bed:
+    """Candidates of all jobs side by side, with the noise of those whose order uses it."""
+    n, slots = len(jobs), np.array([job.slots for job in jobs], dtype=np.int64)
+    branches, width = 1, 1
+    if found is not None:
+        _, branches, width = found.candidates.logits.shape
+    shape = (n, int(slots.max(initial=0)))
+    ids = np.zeros((*shape, width), dtype=np.int64)
+    logits = np.full((*shape, branches, width), -np.inf, dtype=np.float32)
+    log_prior = np.zeros((n, branches), dtype=np.float32)
+    log_prior[:, 1:] = -np.inf
+    if found is not None:
+        used = np.arange(shape[1])[None, :] < slots[:, None]
+        ids[used] = found.candidates.ids.cpu().numpy()
+        logits[used] = found.candidates.logits.cpu().numpy()
+        log_prior[slots > 0] = found.log_prior.float().cpu().numpy()
+    return Bed(
+        ids=ids,
+        logits=np.ascontiguousarray(logits.transpose(0, 2, 1, 3)),
+        # Slot j of a block is drawn at base + j; the first slot is j = 1.
+        noise=noise_at(
+            ids, [_shared_seed(job) for job in jobs], [job.session.base + 1 for job in jobs], slots
+        ),
+        log_prior=log_prior,
+        slots=slots,
+        depth=np.array([job.depth for job in jobs], dtype=np.int64),
+        nodes=np.array([job.max_nodes for job in jobs], dtype=np.int64),
+        tokens=np.array([last_two(job.session.tokens) for job in jobs], dtype=np.int64),
+        regimes=[_regime(model, job) for job in jobs],
+        grams=[job.session.history if Part.NGRAM in job.parts else None for job in jobs],
+    )
+
+
+def _shared_seed(job: Job) -> int | None:
+    """The seed of the target's noise, if the order of the job's candidates uses it."""
+    sampling = job.session.sampling
+    ordered = bool(job.parts & {Part.RANK_TREE, Part.BRANCHES})
+    return sampling.seed if ordered and sampling.temperature > 0 else None
+
+
+def _regime(model: DraftModel, job: Job) -> Regime:
+    """How the job's scores become chances."""
+    sampling = job.session.sampling
+    return model.config.calibration.regime(
+        sampling.temperature,
+        filtered=sampling.filtered,
+        coupled=_shared_seed(job) is not None,
     )
 
 

@@ -22,6 +22,8 @@ from drafter_service.drafting import Job, draft
 from drafter_service.messages import FaultKind, Malformed, Proposal, Reason, Step, StepResult
 from drafter_service.metrics import Counters
 from drafter_service.model import DraftModel
+from drafter_service.predictor import BlockSizePredictor
+from drafter_service.predictor_calls import PredictorCalls
 from drafter_service.seats import SeatLimits, Seats
 from drafter_service.session import Session, SessionTable
 from drafter_service.tree import Part
@@ -32,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of the engine. Times in seconds, sizes in tokens (block size with the anchor)."""
+    """Limits of the engine. Times in seconds, sizes in tokens (block size with the anchor).
+    `path_head`: whether the checkpoint's path-conditioned head is used; `ngram_depth`: the deepest
+    node that repetition may give, 0: the block's.
+    """
 
     block_size: int
     max_nodes: int
@@ -43,6 +48,8 @@ class EngineSettings:
     max_tokens: int
     evict_idle_s: float = 60.0
     stall_s: float = 30.0
+    path_head: bool = True
+    ngram_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +79,21 @@ Ready = list[tuple[Lane, Session]]
 class Engine:
     """Owns model, cache and sessions; all of them are touched by its thread only."""
 
-    def __init__(self, model: DraftModel, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        settings: EngineSettings,
+        predictor: BlockSizePredictor | None = None,
+    ) -> None:
         self.model = model
+        self.predictor = PredictorCalls(predictor, model)
         self.settings = settings
         self.counters = Counters()
         limits = SeatLimits(
             cache_rows=settings.cache_rows,
             max_sessions=settings.max_sessions,
             max_context=settings.max_context,
-            block_size=settings.block_size,
+            block_size=max(settings.block_size, self.predictor.largest),
             evict_idle_s=settings.evict_idle_s,
         )
         self.seats = Seats(model, limits)
@@ -162,17 +175,22 @@ class Engine:
 
     def step(self, work: Iterable[Work]) -> list[tuple[Lane, StepResult]]:
         """One step over all that the lanes have said; one result for each lane that was heard."""
+        self.counters.begin()
         heard: dict[Lane, Step] = {}
         for lane, message in work:
             self._take_in(lane, message)
             heard[lane] = message
         alive = [(lane, session) for lane in heard for session in lane.table.settle()]
+        self.counters.lap("take_in")
         started = time.perf_counter_ns()
         self.counters.feature_rows += self.seats.extend([session for _, session in alive])
         extend_ns = time.perf_counter_ns() - started
+        self.counters.lap("extend")
         ready = [entry for entry in alive if entry[1].ready and entry[1] in self.seats]
+        predictor_ns = self.predictor.run([session for _, session in ready])
         proposals, draft_ns = self._draft(ready)
-        return self._answers(heard, proposals, extend_ns + draft_ns)
+        self.counters.lap("draft")
+        return self._answers(heard, proposals, extend_ns + draft_ns, predictor_ns)
 
     def _take_in(self, lane: Lane, step: Step) -> None:
         """Ends, opens, features, outcomes: tokens move now, rows are set aside for `extend`."""
@@ -185,12 +203,15 @@ class Engine:
             seats.free(table)
             if session is not None:
                 self.counters.opened += 1
+                self.predictor.opened(session, opening)
                 seats.open(table, session, raw=lane.limits.raw_features)
                 seats.free(table)
         for features in step.features:
             session = table.features(features)
             if session is not None and not isinstance(features, Malformed):
                 seats.add_rows(session, features.rows)
+                first, raw = features.first_position, lane.limits.raw_features
+                self.predictor.rows(session, first, features.rows, raw=raw)
         for outcome in step.outcomes:
             session = table.outcome(outcome)
             if session is None or isinstance(outcome, Malformed):
@@ -210,11 +231,13 @@ class Engine:
         proposals: dict[Lane, list[Proposal]] = {}
         if not ready:
             return proposals, 0
+        self.counters.step_sessions.add(len(ready))
         jobs = [self._job(lane, session) for lane, session in ready]
-        drafted = draft(self.model, self.pool, jobs)
+        drafted = draft(self.model, self.pool, jobs, path_head=self.settings.path_head)
         for (lane, session), proposal in zip(ready, drafted.proposals, strict=True):
             session.wants_proposal = False
             if proposal is None:
+                self.counters.nonfinite += 1
                 lane.table.fail(session, FaultKind.INTERNAL, "the draft logits are not finite")
                 self.seats.free(lane.table)
                 continue
@@ -222,6 +245,7 @@ class Engine:
             self.counters.proposals += 1
             self.counters.empty_proposals += not proposal.tree.tokens
             self.counters.nodes.update(Part(part) for part in proposal.tree.parts)
+            self.counters.block_sizes[proposal.reason].add(proposal.block_size)
         return proposals, drafted.model_ns
 
     def _job(self, lane: Lane, session: Session) -> Job:
@@ -233,8 +257,9 @@ class Engine:
             speculation=wishes,
             budget=session.budget,
             room=None if context is None else self.seats.room(session),
+            predicted=session.predicted_size,
         )
-        if context is None and block.reason == Reason.FIXED:
+        if context is None and block.reason in (Reason.FIXED, Reason.PREDICTED):
             block = BlockSize(block.size, Reason.NO_MODEL)
         bounds = (
             settings.max_nodes,
@@ -244,10 +269,29 @@ class Engine:
         )
         # A request that names parts gets those or nothing: another one would not be what it asked.
         parts = wishes.parts & self._parts_available if wishes.parts else settings.parts
-        return Job(session, context, block, min(bound for bound in bounds if bound), parts)
+        nodes = min(bound for bound in bounds if bound)
+        return Job(session, context, block, nodes, parts, self._ngram_depth(lane, session))
+
+    def _ngram_depth(self, lane: Lane, session: Session) -> int:
+        """How deep repetition may go in this round. In the mode predicted the size is all there is;
+        in the mode adaptive it caps what the model drafts.
+        """
+        wishes = session.speculation
+        if wishes.predict and not wishes.adaptive:
+            return 0
+        limits = (
+            lane.limits.max_block_size - 1,
+            (wishes.max_block_size or 0) - 1,
+            session.budget.max_depth or -1,
+        )
+        return min([self.settings.ngram_depth, *(limit for limit in limits if limit >= 0)])
 
     def _answers(
-        self, heard: dict[Lane, Step], proposals: dict[Lane, list[Proposal]], model_ns: int
+        self,
+        heard: dict[Lane, Step],
+        proposals: dict[Lane, list[Proposal]],
+        model_ns: int,
+        predictor_ns: int = 0,
     ) -> list[tuple[Lane, StepResult]]:
         """One result a lane. Faults of lanes that were not heard wait for their next step."""
         self.counters.steps += 1
@@ -258,7 +302,9 @@ class Engine:
             faults = lane.table.take_faults()
             self.counters.faults.update(fault.kind for fault in faults)
             mine = proposals.get(lane, [])
-            result = StepResult(last.sequence, mine, faults, model_ns, last.received_ns)
+            result = StepResult(
+                last.sequence, mine, faults, model_ns, last.received_ns, predictor_ns
+            )
             results.append((lane, result))
         return results
 
@@ -306,6 +352,7 @@ class Engine:
             results = self._fail_all(work)
         for lane, result in results:
             lane.deliver(result)
+        self.counters.lap("answer")
 
     def _fail_all(self, work: list[Work]) -> list[tuple[Lane, StepResult]]:
         heard = dict(work)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from drafter_service.checkpoint import Checkpoint
 from drafter_service.draft_config import DraftConfig
 from drafter_service.engine import EngineSettings
+from drafter_service.predictor import PredictorConfig
+from drafter_service.tree import Part
 from draftwire.codec import element_type
 from draftwire.errors import DraftwireError, FailedPrecondition
 from draftwire.v1 import drafter_pb2 as pb
@@ -43,6 +45,16 @@ class Facts:
     settings: EngineSettings
     credits: int
     max_message_bytes: int
+    predictor: PredictorConfig | None = None
+
+    @property
+    def largest_block(self) -> int:
+        """The largest block it may propose: the configured one, the predictor's, or as deep as
+        repetition may go.
+        """
+        predicted = () if self.predictor is None else self.predictor.candidates
+        repeated = self.settings.ngram_depth + 1 if Part.NGRAM in self.settings.parts else 0
+        return max(self.settings.block_size, repeated, *predicted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ def agree(
     carrier = next(
         (offer.kind for offer in hello.carriers if can_attach(offer)), types_pb2.CARRIER_KIND_INLINE
     )
-    model, settings = facts.checkpoint.model, facts.settings
+    model, settings, predictor = facts.checkpoint.model, facts.settings, facts.predictor
     parts = sorted(settings.parts)
     reply = pb.HelloReply(
         version=facts.version,
@@ -95,14 +107,15 @@ def agree(
         feature_dtype=element_type(model.dtype),
         min_block_size=2,
         block_size=config.block_size,
-        max_block_size=settings.block_size,
+        max_block_size=facts.largest_block,
         max_context=settings.max_context,
         verifier_carrier=carrier,
         credits=facts.credits,
         tensors_needed=needed,
         tensors_sent=() if raw else FUSION,
         hidden_norm_eps=config.rms_norm_eps,
-        wants_last_logits=False,
+        wants_last_logits=predictor is not None and predictor.input.from_logits,
+        predicted_block_sizes=() if predictor is None else predictor.candidates,
         rules=[types_pb2.ACCEPTANCE_RULE_FOLLOW],
         parts=[int(part) for part in parts],  # type: ignore[misc]
         max_message_bytes=facts.max_message_bytes,

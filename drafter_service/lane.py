@@ -18,8 +18,10 @@ import torch
 
 from drafter_service.engine import Engine, Lane, LaneLimits
 from drafter_service.handshake import EMBEDDING, FUSION, HEAD, Facts, TargetInPlace, Terms, agree
+from drafter_service.journal import LaneJournal, LaneTotals
 from drafter_service.messages import StepResult
 from drafter_service.wire import read_step, write_result
+from draftwire import tracing
 from draftwire.carriers import Ring, SharedMemoryRing
 from draftwire.codec import Assembler, chunks
 from draftwire.errors import (
@@ -43,6 +45,8 @@ class Host(Protocol):
     engine: Engine
     facts: Facts
     in_place: TargetInPlace | None
+    totals: LaneTotals
+    traces: tracing.Tracing | None
     draining_grace_s: float | None
     """Set once the drafter is going away."""
 
@@ -59,6 +63,7 @@ class LaneStream:
         self._loop = asyncio.get_running_loop()
         self._lane: Lane | None = None
         self._ring: Ring | None = None
+        self._journal: LaneJournal | None = None
         self._verifier = ""
         self._feature_size = 0
         self._answered = asyncio.Event()
@@ -95,6 +100,8 @@ class LaneStream:
         if isinstance(item, pb.DraftResponse):
             return item
         self._sent += 1
+        if self._journal is not None:
+            self._journal.answered(item)
         self._acknowledged = item.ack_sequence
         self._answered.set()
         if self._host.draining_grace_s is not None:
@@ -119,6 +126,8 @@ class LaneStream:
         """However the stream ended: its sessions are freed before the engine's next step."""
         if self._ring is not None:
             self._ring.close()
+        if self._journal is not None:
+            self._journal.close()
         # The engine's inbox is in order: a lane still being made is there when this runs.
         self._host.engine.call(self._leave)
 
@@ -164,6 +173,9 @@ class LaneStream:
         received = await self._receive_weights(requests, terms)
         joining = host.engine.call(lambda: self._join(hello, terms, received))
         lane = await asyncio.wrap_future(joining)
+        self._journal = LaneJournal(
+            host.totals, host.traces, lane=lane.lane_id, verifier=self._verifier
+        )
         log.info(
             "lane ready",
             lane=lane.lane_id,
@@ -267,6 +279,8 @@ class LaneStream:
             raise InvalidArgument("step.sequence", step.sequence, limit)
         self._received = step.sequence
         message = read_step(step, self._feature_size, self._ring, received_ns)
+        if self._journal is not None:
+            self._journal.heard(step, message)
         self._host.engine.submit(lane, message)
 
     def _attach(self, offer: pb.CarrierOffer) -> bool:

@@ -49,19 +49,24 @@ class Budget:
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
     """What of the target's sampling the drafter makes use of; without a seed the target's noise is
-    not known.
+    not known. `filtered`: top-k, top-p or min-p cuts the target's tail.
     """
 
     temperature: float = 1.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    filtered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The request's own wishes; None and empty mean the drafter's choice."""
+    """The request's own wishes; None and empty mean the drafter's choice. `predict`: with the
+    predictor's size, in the mode `adaptive` as a cap and else as it is.
+    """
 
     off: bool = False
+    predict: bool = False
+    adaptive: bool = False
     max_block_size: int | None = None
     max_nodes: int | None = None
     parts: frozenset[Part] = frozenset()
@@ -173,3 +178,4 @@ class StepResult:
     faults: list[Fault]
     model_ns: int
     received_ns: int
+    predictor_ns: int = 0

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from drafter_service import attention
 from drafter_service.cache import Context, ContextPool
 from drafter_service.draft_config import DraftConfig
+from drafter_service.pathhead import PathHead
 from drafter_service.rope import RotaryTable, rotate
 
 HEAD_ROWS = 256  # rows of logits made at a time, which bounds memory: 256 x 151,936 fp32 are 156 MB
@@ -115,18 +116,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest tokens of each row: ids int64 and logits float32, [rows, count], best first;
-    `normaliser` float32 [rows] is the logsumexp over the vocabulary, if it was asked for.
+    """The likeliest tokens of each slot: ids int64 [slots, count], best first, and the logits each
+    branch gives them, float32 [slots, branches, count].
     """
 
     ids: torch.Tensor
     logits: torch.Tensor
-    normaliser: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Added to the logits of some ids in rows `first` .. `end`."""
+    """Added to the logits of some ids in slots `first` .. `end`."""
 
     first: int
     end: int
@@ -148,6 +148,9 @@ class DraftModel(nn.Module):
             size, count = config.hidden_size, config.branches
             self.branch_expander = nn.Linear(size, count * size, bias=False)
             self.branch_prior = nn.Linear(size, count, bias=False)
+        self.path_head: PathHead | None = None
+        if config.path_rank:
+            self.path_head = PathHead(config.hidden_size, config.path_rank, config.rms_norm_eps)
         self._embedding: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
         self._full_head: torch.Tensor | None = None
@@ -168,6 +171,11 @@ class DraftModel(nn.Module):
     def has_target(self) -> bool:
         """Whether embedding and head were given."""
         return self._head is not None
+
+    @property
+    def embedding(self) -> torch.Tensor | None:
+        """The target's embedding [rows, hidden], if it was given."""
+        return self._embedding
 
     def attach_target(
         self,
@@ -268,15 +276,18 @@ class DraftModel(nn.Module):
         expanded: torch.Tensor = (hidden[:, None] + offsets).reshape(-1, hidden.shape[-1])
         return expanded
 
-    def log_prior(self, anchors: torch.Tensor) -> torch.Tensor:
+    def log_prior(
+        self, anchors: torch.Tensor, temperature: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Hidden states of anchor slots [n, hidden] -> log prior over the branches, float32 [n,
-        branches], tempered.
+        branches], tempered by the config and by `temperature` [n], if given.
         """
         if self.config.branches == 1:
             return torch.zeros(anchors.shape[0], 1, device=anchors.device)
-        return torch.log_softmax(
-            self.branch_prior(anchors).float() / self.config.prior_temperature, dim=-1
-        )
+        logits = self.branch_prior(anchors).float() / self.config.prior_temperature
+        if temperature is not None:
+            logits = logits / temperature[:, None]
+        return torch.log_softmax(logits, dim=-1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary], in the model's type. The rows must be contiguous: a
@@ -284,7 +295,10 @@ class DraftModel(nn.Module):
         """
         if self._head is None:
             raise RuntimeError("no target is attached")
-        logits = F.linear(hidden.contiguous(), self._head)
+        return self.shaped(F.linear(hidden.contiguous(), self._head))
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Products with the head as logits: the target's scale and soft cap applied."""
         if self.config.output_scale != 1.0:
             logits = logits * self.config.output_scale
         if self.config.softcap is not None:
@@ -295,32 +309,48 @@ class DraftModel(nn.Module):
         self,
         hidden: torch.Tensor,
         count: int,
-        *,
-        normalise: bool = False,
+        log_prior: torch.Tensor | None = None,
         biases: Sequence[LogitBias] = (),
     ) -> Candidates:
-        """The `count` likeliest tokens of each row of [rows, hidden]."""
+        """The `count` likeliest tokens of each slot. hidden [slots * branches, hidden], branches of
+        a slot side by side; log_prior float32 [slots, branches], None for one branch. With several,
+        those are chosen that some branch, weighed by its prior, finds likely.
+        """
+        branches = 1 if log_prior is None else log_prior.shape[1]
+        step = max(1, HEAD_ROWS // branches)
         parts = []
-        for first in range(0, hidden.shape[0], HEAD_ROWS):
-            logits = self.logits(hidden[first : first + HEAD_ROWS])
+        for first in range(0, hidden.shape[0] // branches, step):
+            logits = self.logits(hidden[first * branches : (first + step) * branches])
+            logits = logits.view(-1, branches, logits.shape[1])
             for bias in biases:
                 low, high = max(bias.first, first), min(bias.end, first + logits.shape[0])
                 if low < high:
-                    logits[low - first : high - first, bias.ids] += bias.values.to(logits.dtype)
-            values, ids = torch.topk(logits, min(count, logits.shape[1]), dim=-1)
-            normaliser = None
-            if normalise:
-                # log_softmax is four times as fast as logsumexp on CPU.
-                best = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[:, :1])
-                normaliser = (values[:, :1].float() - best)[:, 0]
-            parts.append((ids, values.float(), normaliser))
+                    logits[low - first : high - first, :, bias.ids] += bias.values.to(logits.dtype)
+            pooled = logits[:, 0]
+            if log_prior is not None:
+                weights = log_prior[first : first + step].to(logits.dtype)
+                pooled = (logits + weights[:, :, None]).amax(dim=1)
+            values, ids = torch.topk(pooled, min(count, logits.shape[2]), dim=-1)
+            if log_prior is None:
+                parts.append((ids, values[:, None].float()))
+            else:
+                wanted = ids[:, None].expand(-1, branches, -1)
+                parts.append((ids, logits.gather(2, wanted).float()))
         if len(parts) == 1:
             return Candidates(*parts[0])
-        ids = torch.cat([part[0] for part in parts])
-        values = torch.cat([part[1] for part in parts])
-        return Candidates(
-            ids, values, torch.cat([p[2] for p in parts if p[2] is not None]) if normalise else None
-        )
+        return Candidates(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of token ids int64 [rows]: [rows, hidden]."""
+        if self._embedding is None:
+            raise RuntimeError("no target is attached")
+        return F.embedding(tokens, self._embedding)
+
+    def head_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows of the head of token ids int64 [rows]: [rows, hidden]."""
+        if self._head is None:
+            raise RuntimeError("no target is attached")
+        return F.embedding(tokens, self._head)
 
     def _embed(self, blocks: Sequence[Block]) -> torch.Tensor:
         if self._embedding is None:

@@ -1,47 +1,74 @@
 """Prompt lookup: what followed the last tokens when they came before.
 
-An index from each run of 4, 3 and 2 tokens to where its latest occurrence went on; one entry of
-each length is written per token, so a round costs the tokens it added and nothing else. Knows token
-ids only.
+An index from each pair of tokens to where it came, in prompt and answer; matches are then followed
+backwards to see how long they are. One entry is written per token, so a round costs the tokens it
+added and the look-ups it makes. Knows token ids only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-LENGTHS = (4, 3, 2)
+SHORTEST = 2
+LONGEST = 16
+PLACES = 8  # latest occurrences looked at
 
 
 class NgramIndex:
-    """Tokens of one session and where each n-gram was last continued."""
+    """Tokens of one session and where each pair of them was continued."""
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self._next: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LENGTHS)
+        self._after: dict[tuple[int, int], list[int]] = {}
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. An n-gram enters the index when the token after it is known."""
-        known = self.tokens
+        """Append tokens. A pair enters the index when the token after it is known."""
+        known, after = self.tokens, self._after
         for token in tokens:
             at = len(known)
-            for length, index in zip(LENGTHS, self._next, strict=True):
-                if at >= length:
-                    index[tuple(known[at - length :])] = at
+            if at >= SHORTEST:
+                after.setdefault((known[-2], known[-1]), []).append(at)
             known.append(token)
 
-    def lookup(self, count: int) -> tuple[list[int], int]:
-        """Up to `count` tokens that followed the latest earlier occurrence of the last 4, else 3,
-        else 2 tokens, and the length that matched (0: none). A match that reaches the end goes on
-        with the tokens it has just given, so a loop is continued as a loop.
+    def tail(self) -> list[int]:
+        """The last tokens, as many as a match may be long."""
+        return self.tokens[-LONGEST:]
+
+    def matches(self, tail: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """(place, length) of up to `most` earlier occurrences of the end of `tail`, longest first
+        and later ones first among equals. `tail` is the session's own end, or that with a drafted
+        path after it; the token that followed is `tokens[place]`. Lengths are 2 to 16.
         """
-        known = self.tokens
-        for length, index in zip(LENGTHS, self._next, strict=True):
-            start = index.get(tuple(known[-length:])) if len(known) >= length else None
-            if start is not None:
-                period = len(known) - start
-                path = known[start : start + count]
-                while len(path) < count:
-                    path.append(path[-period])
-                return path, length
-        return [], 0
+        if len(tail) < SHORTEST:
+            return []
+        places = self._after.get((tail[-2], tail[-1]))
+        if not places:
+            return []
+        known, longest = self.tokens, min(LONGEST, len(tail))
+        found = []
+        for place in reversed(places[-PLACES:]):
+            length = SHORTEST
+            while (
+                length < longest
+                and length < place
+                and known[place - 1 - length] == tail[-1 - length]
+            ):
+                length += 1
+            found.append((place, length))
+            if length == LONGEST:
+                break
+        if len(found) > 1:
+            found.sort(key=lambda match: -match[1])
+        return found[:most]
+
+    def next_tokens(self, tail: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """(token, length of the match) of up to `most` different tokens that followed the end of
+        `tail`, best first.
+        """
+        found: dict[int, int] = {}
+        for place, length in self.matches(tail, PLACES):
+            found.setdefault(self.tokens[place], length)
+            if len(found) == most:
+                break
+        return list(found.items())

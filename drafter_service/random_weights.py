@@ -75,7 +75,7 @@ def random_model(config: DraftConfig, seed: int) -> DraftModel:
         for name, tensor in model.named_parameters():
             if name.endswith("norm.weight") or "layernorm" in name:
                 tensor.fill_(1.0)
-            elif name == "branch_prior.weight" or name.endswith("attention_sink_bias"):
+            elif name.endswith(("branch_prior.weight", "path_head.out.weight", "sink_bias")):
                 tensor.zero_()
             else:
                 tensor.normal_(0.0, 0.02, generator=generator)

@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import grpc.aio
 import structlog
 import torch
 
 from drafter_service import checkpoint as checkpoints
+from drafter_service import predictor as predictors
 from drafter_service import target as targets
 from drafter_service.checkpoint import Checkpoint
 from drafter_service.config import Config
 from drafter_service.draft_config import CheckpointError, parse
 from drafter_service.engine import Engine, EngineSettings
 from drafter_service.handshake import Facts, TargetInPlace
+from drafter_service.metrics import readings
 from drafter_service.model import Block
+from drafter_service.predictor import BlockSizePredictor
 from drafter_service.random_weights import random_model, raw_config_for
 from drafter_service.servicer import DrafterServicer
 from drafter_service.tree import Part
+from draftwire import gpu, tracing
 from draftwire.config import ConfigError, effective
 from draftwire.errors import DraftwireError
+from draftwire.meters import Reading
 from draftwire.v1 import drafter_pb2_grpc, types_pb2
 
 log = structlog.get_logger(__name__)
@@ -44,6 +51,8 @@ class DrafterService:
         self._door = _Door()
         self._engine: Engine | None = None
         self._servicer: DrafterServicer | None = None
+        self._traces: tracing.Tracing | None = None
+        self._gpu: gpu.GpuMeter | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the servicer; calls reach it once `start` has returned."""
@@ -54,8 +63,10 @@ class DrafterService:
         loaded.
         """
         config = self._config
+        self._traces = tracing.from_environment("draftwire-drafter", os.environ)
         checkpoint, in_place = await asyncio.to_thread(_load, config)
-        engine = Engine(checkpoint.model, _settings(config, checkpoint))
+        predictor = await asyncio.to_thread(_predictor, config, checkpoint)
+        engine = Engine(checkpoint.model, _settings(config, checkpoint), predictor)
         self._engine = engine
         engine.start()
         await asyncio.wrap_future(engine.call(lambda: _warm(engine)))
@@ -70,6 +81,7 @@ class DrafterService:
             settings=engine.settings,
             credits=config.credits,
             max_message_bytes=config.max_message_bytes,
+            predictor=None if predictor is None else predictor.config,
         )
         servicer = DrafterServicer(
             engine,
@@ -77,7 +89,9 @@ class DrafterService:
             handshake_timeout_s=config.handshake_timeout_s,
             effective=effective(config),
             in_place=in_place,
+            traces=self._traces,
         )
+        self._gpu = gpu.meter_of(checkpoint.model.device) if config.metrics_listen else None
         self._servicer = self._door.servicer = servicer
         log.info(
             "drafter loaded",
@@ -87,6 +101,7 @@ class DrafterService:
             dtype=str(checkpoint.model.dtype),
             block_size=engine.settings.block_size,
             parts=sorted(part.name.lower() for part in engine.settings.parts),
+            predictor=None if predictor is None else predictor.config.input.value,
         )
 
     def progress(self) -> bool:
@@ -99,9 +114,20 @@ class DrafterService:
             await self._servicer.drain(self._config.drain_grace_s)
 
     async def close(self) -> None:
-        """Stop the engine's thread."""
+        """Stop the engine's thread, export what is left of the traces."""
         if self._engine is not None:
             await asyncio.to_thread(self._engine.stop)
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
+
+    def readings(self) -> Iterator[Reading]:
+        """Everything the metrics show."""
+        if self._engine is not None:
+            yield from readings(self._engine)
+        if self._servicer is not None:
+            yield from self._servicer.totals.readings()
+        if self._gpu is not None:
+            yield from self._gpu.readings()
 
 
 class _Door(drafter_pb2_grpc.DrafterServicer):
@@ -162,7 +188,13 @@ def _checkpoint(config: Config, device: torch.device) -> Checkpoint:
     dtype = _dtype(config.dtype, device)
     seed = config.random_weights_seed
     if config.checkpoint is not None:
-        return checkpoints.load(config.checkpoint, device=device, dtype=dtype, random_seed=seed)
+        return checkpoints.load(
+            config.checkpoint,
+            device=device,
+            dtype=dtype,
+            random_seed=seed,
+            revision=config.revision,
+        )
     assert config.target is not None
     assert seed is not None
     raw = raw_config_for(
@@ -172,6 +204,30 @@ def _checkpoint(config: Config, device: torch.device) -> Checkpoint:
     model.eval().requires_grad_(False)
     name = f"random-{targets.display_name(config.target)}"
     return Checkpoint(name, model.config, raw, model, checkpoints.sha256_of(model))
+
+
+def _predictor(config: Config, checkpoint: Checkpoint) -> BlockSizePredictor | None:
+    """The one that was named, or the one beside the drafter's weights; one made for another drafter
+    is refused.
+    """
+    if config.predictor == "off":
+        return None
+    folder = Path(config.predictor).expanduser()
+    if config.predictor == "auto":
+        if checkpoint.folder is None or not predictors.present(checkpoint.folder):
+            return None
+        folder = checkpoint.folder
+    model = checkpoint.model
+    try:
+        return predictors.load(
+            folder,
+            drafter_sha256=checkpoint.base_sha256,
+            hidden_size=checkpoint.config.hidden_size,
+            device=model.device,
+            dtype=torch.float32 if model.device.type == "cpu" else None,
+        )
+    except CheckpointError as error:
+        raise ConfigError("--predictor", config.predictor, f"usable: {error}") from error
 
 
 def _settings(config: Config, checkpoint: Checkpoint) -> EngineSettings:
@@ -192,6 +248,8 @@ def _settings(config: Config, checkpoint: Checkpoint) -> EngineSettings:
         max_tokens=config.max_tokens,
         evict_idle_s=config.evict_idle_s,
         stall_s=config.stall_s,
+        path_head=config.path_head,
+        ngram_depth=config.ngram_depth,
     )
 
 
@@ -206,6 +264,9 @@ def _warm(engine: Engine) -> None:
         if model.has_target:
             hidden = model.draft(engine.pool, [Block(0, context, size)])
             model.candidates(model.expand(hidden), 8)
+        predictor = engine.predictor.predictor
+        if predictor is not None:
+            predictor.sizes(torch.zeros(1, predictor.config.input_size), [0.0])
     finally:
         engine.pool.close(context)
 

@@ -11,9 +11,13 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from drafter_service.engine import Engine
 from drafter_service.handshake import Facts, TargetInPlace
+from drafter_service.journal import LaneTotals
 from drafter_service.lane import LaneStream
+from draftwire import tracing
 from draftwire.codec import element_type
 from draftwire.v1 import drafter_pb2 as pb
 from draftwire.v1 import drafter_pb2_grpc, types_pb2
@@ -32,8 +36,11 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         handshake_timeout_s: float,
         effective: Mapping[str, str],
         in_place: TargetInPlace | None = None,
+        traces: tracing.Tracing | None = None,
     ) -> None:
         self.engine = engine
+        self.totals = LaneTotals()
+        self.traces = traces
         self.facts = facts
         self.in_place = in_place
         self.draining_grace_s: float | None = None
@@ -69,7 +76,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     ) -> pb.DrafterGetInfoResponse:
         """What the drafter is and how loaded."""
         engine, checkpoint = self.engine, self.facts.checkpoint
-        config = checkpoint.config
+        config, predictor = checkpoint.config, self.facts.predictor
+        spent = engine.predictor.time_ns
         version = types_pb2.ServiceVersion()
         version.CopyFrom(self.facts.version)
         version.uptime.FromMilliseconds(int((time.monotonic() - self._started) * 1000))
@@ -95,6 +103,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
             draining=self.draining_grace_s is not None,
             steps=engine.counters.steps,
             proposals=engine.counters.proposals,
+            predicted_block_sizes=() if predictor is None else predictor.candidates,
+            predictions=engine.predictor.predicted,
+            predictions_missed=engine.predictor.missed,
+            predictor_time=Duration(nanos=spent % 10**9, seconds=spent // 10**9),
         )
 
     async def drain(self, grace_s: float) -> None:

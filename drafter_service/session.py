@@ -37,11 +37,12 @@ class SessionError(Exception):
         self.detail = detail
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One generation as the drafter sees it. `rows` feature rows have come, for positions 0 .. rows
     - 1; the round's block hangs on the anchor at `base`, whose own features are never known before
-    the next round.
+    the next round. `predicted_size`: what the predictor said, once it was asked; `awaits_size`: it
+    has yet to be.
     """
 
     session_id: int
@@ -53,6 +54,9 @@ class Session:
     request_id: str = ""
     rows: int = 0
     wants_proposal: bool = False
+    prompt_tokens: int = 0
+    awaits_size: bool = False
+    predicted_size: int | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -70,6 +74,13 @@ class Session:
         the anchor are here.
         """
         return self.wants_proposal and self.rows == self.base
+
+    @property
+    def last_prompt_position(self) -> int:
+        """The last prompt position whose features are known at the first draft: before the anchor,
+        even where the prompt ends with it.
+        """
+        return min(self.prompt_tokens - 1, self.base - 1)
 
     def take_features(self, first: int, count: int) -> bool:
         """Account for `count` rows from position `first`. False: they are already here."""
@@ -178,6 +189,7 @@ class SessionTable:
             budget=message.budget,
             request_id=message.request_id,
             wants_proposal=message.budget.want_proposal,
+            prompt_tokens=message.prompt_tokens,
         )
         self.sessions[session.session_id] = session
         self.touched[session.session_id] = session

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 
+import structlog
 import torch
 
 from drafter_service.messages import (
@@ -31,7 +32,9 @@ from draftwire.errors import InvalidArgument
 from draftwire.v1 import drafter_pb2 as pb
 from draftwire.v1 import types_pb2
 
+log = structlog.get_logger(__name__)
 _PARTS = frozenset(int(part) for part in Part)
+_PREDICTED = (types_pb2.SPECULATION_MODE_PREDICTED, types_pb2.SPECULATION_MODE_ADAPTIVE)
 LOWEST_LOG_PROB = -1e4  # stands for minus infinity
 
 
@@ -42,7 +45,7 @@ def read_step(
     return Step(
         sequence=message.sequence,
         ends=[End(end.key.session_id, end.key.epoch) for end in message.ends],
-        opens=[_open(opening) for opening in message.opens],
+        opens=[_open(opening, ring) for opening in message.opens],
         features=[_features(features, feature_size, ring) for features in message.features],
         outcomes=[_outcome(outcome, feature_size, ring) for outcome in message.outcomes],
         received_ns=received_ns,
@@ -67,11 +70,13 @@ def write_result(result: StepResult, sequence: int) -> pb.StepResponse:
         ],
     )
     response.model_time.FromNanoseconds(result.model_ns)
+    if result.predictor_ns:
+        response.predictor_time.FromNanoseconds(result.predictor_ns)
     response.service_time.FromNanoseconds(time.perf_counter_ns() - result.received_ns)
     return response
 
 
-def _open(message: pb.OpenSession) -> Open:
+def _open(message: pb.OpenSession, ring: Ring | None) -> Open:
     sampling, wishes = message.sampling, message.speculation
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     return Open(
@@ -85,16 +90,34 @@ def _open(message: pb.OpenSession) -> Open:
             temperature=temperature if math.isfinite(temperature) and temperature >= 0 else 1.0,
             seed=sampling.seed if sampling.HasField("seed") else None,
             logit_bias=dict(sampling.logit_bias),
+            filtered=sampling.top_k > 0 or 0 < sampling.top_p < 1 or sampling.min_p > 0,
         ),
         speculation=Speculation(
             off=wishes.mode == types_pb2.SPECULATION_MODE_OFF,
+            predict=wishes.mode in _PREDICTED,
+            adaptive=wishes.mode == types_pb2.SPECULATION_MODE_ADAPTIVE,
             max_block_size=wishes.max_block_size or None,
             max_nodes=wishes.max_nodes or None,
             parts=frozenset(Part(part) for part in wishes.parts if part in _PARTS),
         ),
         budget=_budget(message.budget),
+        last_logits=_last_logits(message, ring),
         request_id=message.request_id,
     )
+
+
+def _last_logits(message: pb.OpenSession, ring: Ring | None) -> torch.Tensor | None:
+    """The predictor's input; without one that can be read the session drafts with the configured
+    size and is counted as missed.
+    """
+    if not message.HasField("last_logits"):
+        return None
+    try:
+        logits = decode(message.last_logits, ring, shape=(None,), name="last_logits")
+    except InvalidArgument as error:
+        log.warning("logits not read", session=message.key.session_id, why=str(error))
+        return None
+    return logits if logits.is_floating_point() else None
 
 
 def _features(message: pb.Features, feature_size: int, ring: Ring | None) -> Features | Malformed:

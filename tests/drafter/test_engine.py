@@ -507,3 +507,26 @@ def test_a_caller_that_gave_up_does_not_end_the_thread(model: DraftModel) -> Non
         assert engine.call(lambda: 2).result(30) == 2
     finally:
         engine.stop()
+
+
+def test_repetition_goes_deeper_than_the_block_as_far_as_it_is_let(model: DraftModel) -> None:
+    """A loop in the text is drafted as a loop, past the six positions of the block."""
+    loop = [5, 6, 7, 8] * 6
+
+    def depth(bench: Bench, lane: Lane, session_id: int, **changes: Any) -> int:
+        step = opened(session_id, len(loop), **changes)
+        message = replace(step.opens[0], token_ids=loop)
+        answers = bench.step((lane, replace(step, opens=[message])))
+        return max(only(answers[lane]).tree.depths())
+
+    grams = Speculation(parts=frozenset({Part.NGRAM}))
+    deep = Bench(model, ngram_depth=12)
+    assert depth(deep, deep.lane(), 1, speculation=grams) == 12
+    assert depth(deep, deep.lane(max_block_size=9), 2, speculation=grams) == 8
+    short = replace(grams, max_block_size=4)
+    assert depth(deep, deep.lane(), 3, speculation=short) == 3
+    assert depth(deep, deep.lane(), 4, speculation=grams, budget=Budget(max_depth=7)) == 7
+    predicted = replace(grams, predict=True)
+    assert depth(deep, deep.lane(), 5, speculation=predicted) == 5
+    usual = Bench(model)
+    assert depth(usual, usual.lane(), 1, speculation=grams) == 5

@@ -43,7 +43,8 @@ def test_the_handshake_tells_all_that_a_verifier_needs(tmp_path: Path) -> None:
             assert reply.encoding == pb.FEATURE_ENCODING_FUSED
             assert list(reply.feature_layers) == [1, 3, 4]
             assert (reply.mask_token_id, reply.feature_size) == (kit.MASK, kit.HIDDEN)
-            assert (reply.block_size, reply.max_block_size, reply.min_block_size) == (6, 6, 2)
+            # Repetition goes on past the slots of the block, down to --ngram-depth.
+            assert (reply.block_size, reply.max_block_size, reply.min_block_size) == (6, 32, 2)
             assert reply.max_context == 512
             assert reply.feature_dtype == types_pb2.ELEMENT_TYPE_FLOAT32
             assert list(reply.tensors_needed) == ["embed_tokens.weight", "lm_head.weight"]

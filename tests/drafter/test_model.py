@@ -139,11 +139,26 @@ def test_candidates_are_the_top_of_the_logits_and_leave_out_padding() -> None:
     hidden = kit.features(7, seed=5)
     logits = model.logits(hidden)
     assert logits.shape == (7, 50)
-    found = model.candidates(hidden, 8, normalise=True)
-    torch.testing.assert_close(found.logits, logits.sort(descending=True).values[:, :8])
-    torch.testing.assert_close(logits.gather(1, found.ids), found.logits)
-    assert found.normaliser is not None
-    torch.testing.assert_close(found.normaliser, logits.logsumexp(-1))
+    found = model.candidates(hidden, 8)
+    assert found.logits.shape == (7, 1, 8)
+    torch.testing.assert_close(found.logits[:, 0], logits.sort(descending=True).values[:, :8])
+    torch.testing.assert_close(logits.gather(1, found.ids), found.logits[:, 0])
+
+
+def test_candidates_of_branches_are_those_that_some_likely_branch_wants() -> None:
+    model = kit.lively_model(kit.raw_config())
+    hidden = kit.features(6, seed=5)  # 3 slots of 2 branches
+    logits = model.logits(hidden).view(3, 2, -1)
+    prior = torch.log_softmax(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]), dim=1)
+    found = model.candidates(hidden, 8, prior)
+    pooled = (logits + prior[:, :, None]).amax(dim=1)
+    assert torch.equal(found.ids, pooled.topk(8, dim=1).indices)
+    for branch in range(2):
+        want = logits[:, branch].gather(1, found.ids)
+        torch.testing.assert_close(found.logits[:, branch], want)
+    alone = torch.tensor([[0.0, -torch.inf]]).expand(3, 2)
+    first = model.candidates(hidden, 8, alone)
+    assert torch.equal(first.ids, model.candidates(hidden[::2], 8).ids)
 
 
 def test_logit_bias_moves_its_own_rows_only() -> None:
@@ -159,11 +174,11 @@ def test_candidates_of_many_rows_are_those_of_few(monkeypatch: pytest.MonkeyPatc
     model = kit.lively_model(kit.raw_config())
     hidden = kit.features(11, seed=5)
     bias = LogitBias(3, 9, torch.tensor([2]), torch.tensor([4.0]))
-    whole = model.candidates(hidden, 5, normalise=True, biases=[bias])
+    whole = model.candidates(hidden, 5, biases=[bias])
     monkeypatch.setattr("drafter_service.model.HEAD_ROWS", 4)
-    parts = model.candidates(hidden, 5, normalise=True, biases=[bias])
+    parts = model.candidates(hidden, 5, biases=[bias])
     assert torch.equal(whole.ids, parts.ids)
-    torch.testing.assert_close(whole.normaliser, parts.normaliser)
+    torch.testing.assert_close(whole.logits, parts.logits)
 
 
 def test_branches_are_offsets_on_the_slot_and_the_prior_reads_the_anchor() -> None:
