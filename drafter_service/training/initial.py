@@ -65,10 +65,20 @@ def take_layers(model: DraftModel, target: nn.Module, layers: Sequence[int]) -> 
         _copy(model.norm.weight, decoder.norm.weight, "norm")
 
 
-def take_base(model: DraftModel, base: DraftModel) -> None:
-    """Start from a trained drafter of the same shapes; branches it lacks keep their own start."""
-    missing, surplus = model.load_state_dict(base.state_dict(), strict=False)
-    left = [name for name in missing if not name.startswith("branch_")]
+def take_base(model: DraftModel, base: DraftModel, layers: Sequence[int] = ()) -> None:
+    """Start from a trained drafter of the same shapes, of all its layers or of those named, in
+    their order. Branches and a path head that it lacks keep their own start. Raises NotAlike.
+    """
+    kept = list(layers) or range(base.config.num_layers)
+    weights = {}
+    for name, tensor in base.state_dict().items():
+        stem, _, rest = name.removeprefix("layers.").partition(".")
+        if not name.startswith("layers."):
+            weights[name] = tensor
+        elif int(stem) in kept:
+            weights[f"layers.{list(kept).index(int(stem))}.{rest}"] = tensor
+    missing, surplus = model.load_state_dict(weights, strict=False)
+    left = [name for name in missing if not name.startswith(("branch_", "path_head"))]
     if left or surplus:
         raise NotAlike(f"the base checkpoint differs in {', '.join([*left, *surplus])}")
 

@@ -78,7 +78,15 @@ def block_loss(
         prior = _log_prior(model, slots[:, 0])
         at = mask.nonzero()[:, 0]
         label_rows, distance = _through_head(
-            model, rows, head, wanted, top_columns, top, prior[at], objective.head_rows
+            model,
+            rows,
+            head,
+            columns.shift,
+            wanted,
+            top_columns,
+            top,
+            prior[at],
+            objective.head_rows,
         )
         table = labels.new_zeros(*labels.shape, branches, dtype=torch.float32)
         table[mask] = label_rows
@@ -87,7 +95,7 @@ def block_loss(
     else:
         mixture = None
         label_rows, distance = _through_head(
-            model, rows, head, wanted, top_columns, top, None, objective.head_rows
+            model, rows, head, columns.shift, wanted, top_columns, top, None, objective.head_rows
         )
         said = torch.zeros_like(labels, dtype=torch.float32)
         said[mask] = label_rows[:, 0]
@@ -147,6 +155,7 @@ def _through_head(
     model: DraftModel,
     rows: torch.Tensor,
     head: torch.Tensor,
+    shift: torch.Tensor | None,
     wanted: torch.Tensor,
     top_columns: torch.Tensor | None,
     top: torch.Tensor | None,
@@ -163,6 +172,7 @@ def _through_head(
             model,
             rows[window],
             head,
+            shift,
             wanted[window],
             None if top_columns is None else top_columns[window],
             None if top is None else top[window],
@@ -185,6 +195,7 @@ def _piece(
     model: DraftModel,
     rows: torch.Tensor,
     head: torch.Tensor,
+    shift: torch.Tensor | None,
     wanted: torch.Tensor,
     top_columns: torch.Tensor | None,
     top: torch.Tensor | None,
@@ -198,6 +209,8 @@ def _piece(
         logits = logits * config.output_scale
     if config.softcap is not None:
         logits = torch.tanh(logits / config.softcap) * config.softcap
+    if shift is not None:
+        logits = logits + shift
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     expanded = logprobs.view(rows.shape[0], branches, -1)
     index = wanted[:, None, None].expand(-1, branches, 1)

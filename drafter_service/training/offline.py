@@ -3,53 +3,83 @@ kept of them.
 
 Under the `follow` rule the target's tokens do not depend on the drafter, so one stored answer tells
 for every drafter and every way of drafting how its rounds would have gone. Proposals are built by
-the very functions that serve. Does not know files or statistics.
+the very functions that serve, answers side by side as sessions are there. Does not know files or
+statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from drafter_service.bed import Bed, Floats, Ints, last_two, log_softmax
+from drafter_service.calibration import Calibration
+from drafter_service.conditioned import PathCondition
 from drafter_service.model import DraftModel
 from drafter_service.ngram import NgramIndex
-from drafter_service.ranking import Floats, Ints, Ranked, RowDraws, rank
+from drafter_service.ranking import noise_at, plant
+from drafter_service.training import rules
 from drafter_service.training.blocks import candidates, collate
 from drafter_service.training.features import Trajectory
 from drafter_service.training.network import BlockNetwork
-from drafter_service.tree import Part, Tree, build
+from drafter_service.tree import Part, Tree
 
 CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way of drafting: parts of the tree, nodes, and whether candidates are ordered with the
-    target's noise.
+    """A way of drafting: parts of the tree, nodes, whether candidates are ordered with the target's
+    noise, whether the path-conditioned head is used, and the deepest node (0: the block's). `rule`:
+    one of `rules`, None: the token walk.
     """
 
     name: str
     parts: frozenset[Part]
     nodes: int
     coupled: bool = False
+    path_head: bool = False
+    depth: int = 0
+    rule: str | None = None
 
 
-def modes_for(depth: int, budgets: Sequence[int], *, greedy: bool, branches: int) -> list[Mode]:
-    """All modes worth telling apart. At temperature 0 there is no noise to share."""
+def modes_for(
+    depth: int,
+    budgets: Sequence[int],
+    *,
+    greedy: bool,
+    branches: int,
+    path_head: bool = False,
+    deepest: int = 0,
+) -> list[Mode]:
+    """All modes worth telling apart. At temperature 0 there is no noise to share. `deepest`: how
+    far repetition goes on where it has the tree to itself or shares it.
+    """
     argmax, tree, grams = Part.ARGMAX, Part.RANK_TREE, Part.NGRAM
+    deep = max(deepest, depth)
     found = [
         Mode("argmax chain", frozenset({argmax}), depth),
-        Mode("n-gram", frozenset({grams}), depth),
+        Mode("n-gram", frozenset({grams}), deep, depth=deep),
     ]
+    named = [] if greedy else [rules.MARGINALS]
+    if branches > 1:
+        named += [rules.BEST_BRANCH, rules.DRAWN_BRANCH, rules.MIXTURE]
+    found += [Mode(rule, frozenset(), depth, rule=rule) for rule in named]
     for nodes in budgets:
-        found.append(Mode("rank tree", frozenset({tree}), nodes))
-        found.append(Mode("rank tree + n-gram", frozenset({tree, grams}), nodes))
-        if not greedy:
-            found.append(Mode("coupled rank tree", frozenset({tree}), nodes, True))
-            found.append(Mode("coupled rank tree + n-gram", frozenset({tree, grams}), nodes, True))
+        for path in (False, True) if path_head else (False,):
+            kind = "path tree" if path else "rank tree"
+            for coupled in (False,) if greedy else (False, True):
+                name = f"coupled {kind}" if coupled else kind
+                found.append(Mode(name, frozenset({tree}), nodes, coupled, path))
+                both = frozenset({tree, grams})
+                found.append(Mode(f"{name} + n-gram", both, nodes, coupled, path, deep))
+                if branches > 1:
+                    every = both | {Part.BRANCHES}
+                    name = f"{name} over branches + n-gram"
+                    found.append(Mode(name, every, nodes, coupled, path, deep))
         if branches > 1:
             found.append(Mode("branches", frozenset({Part.BRANCHES}), nodes, not greedy))
     return found
@@ -57,15 +87,15 @@ def modes_for(depth: int, budgets: Sequence[int], *, greedy: bool, branches: int
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What the model says at every anchor of one answer: `ids` and `logits` [anchors, branches,
-    slots, count], best first; `normaliser` [anchors, branches, slots]; `log_prior` [anchors,
-    branches]. The first anchor is the answer's first token.
+    """What the model says at every anchor of one answer: `hidden` float32 [anchors, slots,
+    branches, hidden]; `ids` [anchors, slots, count], best first; `logits` [anchors, slots,
+    branches, count]; `log_prior` [anchors, branches]. The first anchor is the answer's first token.
     """
 
     first: int
+    hidden: torch.Tensor
     ids: Ints
     logits: Floats
-    normaliser: Floats
     log_prior: Floats
 
 
@@ -85,19 +115,18 @@ def drafts_of(
         hidden = network(batch.to(model.device)).view(len(some), block_size, -1)
         prior = model.log_prior(hidden[:, 0]).float()
         rows = model.expand(hidden[:, 1:].reshape(len(some) * slots, -1))
-        found = model.candidates(rows, CANDIDATES, normalise=True)
-        shape = (len(some), slots, branches)
-        assert found.normaliser is not None
+        weights = prior.repeat_interleave(slots, dim=0) if branches > 1 else None
+        found = model.candidates(rows, CANDIDATES, weights)
         parts.append(
             (
-                found.ids.view(*shape, -1).transpose(1, 2).cpu().numpy(),
-                found.logits.view(*shape, -1).transpose(1, 2).cpu().numpy(),
-                found.normaliser.view(shape).transpose(1, 2).cpu().numpy(),
+                rows.view(len(some), slots, branches, -1).cpu().numpy(),
+                found.ids.view(len(some), slots, -1).cpu().numpy(),
+                found.logits.view(len(some), slots, branches, -1).cpu().numpy(),
                 prior.cpu().numpy(),
             )
         )
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Drafts(anchors[0], *columns)
+    hidden_, ids, logits, log_prior = [np.concatenate(part) for part in zip(*parts, strict=True)]
+    return Drafts(anchors[0], torch.from_numpy(hidden_), ids, logits, log_prior)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +138,109 @@ class Round:
     drafted: int
 
 
+@dataclass(slots=True)
+class _Course:
+    """One answer under way; `at` is the anchor's position."""
+
+    trajectory: Trajectory
+    drafts: Drafts
+    tokens: list[int]
+    history: NgramIndex
+    at: int
+    rounds: list[Round]
+
+
 def replay(
-    trajectory: Trajectory, drafts: Drafts, mode: Mode, ranked: Sequence[Sequence[Ranked]]
-) -> Iterator[Round]:
-    """The rounds that `mode` would have taken over the answer. `ranked`: of each anchor, one entry
-    a branch, made by `rankings` with the mode's coupling.
+    model: DraftModel,
+    answers: Sequence[tuple[Trajectory, Drafts]],
+    mode: Mode,
+    calibration: Calibration | None = None,
+) -> list[list[Round]]:
+    """The rounds that `mode` would have taken over each answer. The answers go side by side, one
+    round of each that is not over at a time. `calibration` None: the model's.
     """
-    tokens = trajectory.tokens.tolist()
-    history = NgramIndex(tokens[: drafts.first])
-    at = drafts.first
-    while at < len(tokens) - 1:
-        history.extend(tokens[len(history.tokens) : at + 1])
-        index, depth = at - drafts.first, drafts.ids.shape[2]
-        prior = drafts.log_prior[index].tolist()
-        tree = build(
-            ranked=ranked[index],
-            log_prior=prior,
-            argmax=drafts.ids[index, prior.index(max(prior)), :, 0].tolist(),
-            ngram=history.lookup(depth) if Part.NGRAM in mode.parts else ([], 0),
-            parts=mode.parts,
-            max_nodes=mode.nodes,
-            max_depth=depth,
+    courses = []
+    for trajectory, drafts in answers:
+        tokens = trajectory.tokens.tolist()
+        history = NgramIndex(tokens[: drafts.first])
+        courses.append(_Course(trajectory, drafts, tokens, history, drafts.first, []))
+    known = model.config.calibration if calibration is None else calibration
+    if mode.rule is not None:
+        return [_by_rule(course, mode, known) for course in courses]
+    while under_way := [course for course in courses if course.at < len(course.tokens) - 1]:
+        for course in under_way:
+            course.history.extend(course.tokens[len(course.history.tokens) : course.at + 1])
+        for course, tree in zip(under_way, _trees(model, under_way, mode, known), strict=True):
+            accepted = walk(tree, course.tokens[course.at + 1 :])
+            course.rounds.append(Round(course.at, accepted, len(tree.tokens)))
+            course.at += accepted + 1
+    return [course.rounds for course in courses]
+
+
+def _by_rule(course: _Course, mode: Mode, calibration: Calibration) -> list[Round]:
+    """The rounds of one answer under a rule that is no walk."""
+    assert mode.rule is not None
+    drafts, answer = course.drafts, course.trajectory.response
+    regime = calibration.regime(
+        answer.temperature, filtered=answer.top_k > 0 or answer.top_p < 1, coupled=False
+    )
+    chances = rules.accept_chances(
+        course.trajectory,
+        drafts.first,
+        drafts.ids,
+        drafts.logits,
+        drafts.log_prior / regime.category,
+        mode.rule,
+        scale=regime.scale(),
+    )
+    rounds = rules.accepted(chances, drafts.first, len(course.tokens), answer.seed)
+    slots = drafts.ids.shape[1]
+    return [Round(at, count, slots) for at, count in rounds]
+
+
+def _trees(
+    model: DraftModel, courses: Sequence[_Course], mode: Mode, calibration: Calibration
+) -> list[Tree]:
+    """The proposals of one round."""
+    at = [course.at - course.drafts.first for course in courses]
+    ids = np.stack([course.drafts.ids[i] for course, i in zip(courses, at, strict=True)])
+    logits = np.stack([course.drafts.logits[i] for course, i in zip(courses, at, strict=True)])
+    prior = np.stack([course.drafts.log_prior[i] for course, i in zip(courses, at, strict=True)])
+    hidden = torch.stack([course.drafts.hidden[i] for course, i in zip(courses, at, strict=True)])
+    n, slots, branches, _ = logits.shape
+    if branches > 1 and Part.BRANCHES not in mode.parts:
+        best = prior.argmax(1)
+        hidden = hidden[torch.arange(n), :, torch.from_numpy(best)][:, :, None]
+        logits = logits[np.arange(n), :, best][:, :, None]
+        prior, branches = np.zeros((n, 1), dtype=np.float32), 1
+    counts = np.full(n, slots)
+    answers = [course.trajectory.response for course in courses]
+    seeds = [a.seed if mode.coupled and a.temperature > 0 else None for a in answers]
+    regimes = [
+        calibration.regime(
+            a.temperature, filtered=a.top_k > 0 or a.top_p < 1, coupled=seed is not None
         )
-        accepted = walk(tree, tokens[at + 1 :])
-        yield Round(at, accepted, len(tree.tokens))
-        at += accepted + 1
+        for a, seed in zip(answers, seeds, strict=True)
+    ]
+    tempers = np.array([[regime.category] for regime in regimes])
+    bed = Bed(
+        ids=ids,
+        logits=np.ascontiguousarray(logits.transpose(0, 2, 1, 3)),
+        noise=noise_at(ids, seeds, [course.at + 1 for course in courses], counts),
+        log_prior=log_softmax(prior / tempers).astype(np.float32),
+        slots=counts,
+        depth=np.full(n, max(slots, mode.depth)),
+        nodes=np.full(n, mode.nodes),
+        tokens=np.array([last_two(course.history.tokens) for course in courses], dtype=np.int64),
+        regimes=regimes,
+        grams=[course.history if Part.NGRAM in mode.parts else None for course in courses],
+    )
+    condition = None
+    if mode.path_head and model.path_head is not None and Part.RANK_TREE in mode.parts:
+        rows = hidden.reshape(n * slots * branches, -1).to(model.device)
+        flat = torch.from_numpy(ids.reshape(n * slots, -1)).to(model.device)
+        condition = PathCondition(model, rows, flat, np.arange(n) * slots)
+    return plant(bed, [mode.parts] * n, condition)
 
 
 def walk(tree: Tree, truth: Sequence[int]) -> int:
@@ -151,33 +258,6 @@ def walk(tree: Tree, truth: Sequence[int]) -> int:
             break
         node, accepted = found, accepted + 1
     return accepted
-
-
-def rankings(trajectory: Trajectory, drafts: Drafts, *, coupled: bool) -> list[list[Ranked]]:
-    """The ordered candidates of each anchor, one entry a branch."""
-    anchors, branches, slots, count = drafts.ids.shape
-    rows = anchors * branches * slots
-    positions = (
-        drafts.first
-        + np.arange(anchors)[:, None, None]
-        + 1
-        + np.arange(slots)[None, None, :]
-        + np.zeros((1, branches, 1), dtype=np.int64)
-    )
-    answer = trajectory.response
-    draws = RowDraws(
-        np.full(rows, answer.temperature, dtype=np.float32),
-        np.full(rows, coupled),
-        [answer.seed] * rows,
-        positions.reshape(-1).tolist(),
-    )
-    normaliser = drafts.normaliser.reshape(rows) if answer.temperature <= 0 else None
-    found = rank(
-        drafts.ids.reshape(rows, count), drafts.logits.reshape(rows, count), normaliser, draws
-    )
-    ids = found.ids.reshape(anchors, branches, slots, count)
-    chances = found.log_chances.reshape(anchors, branches, slots, count)
-    return [[Ranked(ids[a, b], chances[a, b]) for b in range(branches)] for a in range(anchors)]
 
 
 def _cut(trajectory: Trajectory, length: int) -> Trajectory:

@@ -61,3 +61,10 @@ def held_out(keys: Sequence[str], share: float, seed: int) -> tuple[list[int], l
     if not training:
         training, validation = validation, []
     return training, validation
+
+
+def spread(indices: Sequence[int], count: int) -> list[int]:
+    """`count` of the indices, evenly spread over them; all if `count` is 0 or not less."""
+    if not 0 < count < len(indices):
+        return list(indices)
+    return [indices[i * len(indices) // count] for i in range(count)]

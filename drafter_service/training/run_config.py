@@ -19,6 +19,9 @@ class TrainConfig:
     base: str | None = setting(
         None, help="checkpoint to start from: a folder or Hugging Face id in the DFlash format"
     )
+    keep_layers: tuple[str, ...] = setting(
+        (), help="of the base's layers only these, numbered from 0; none: all"
+    )
     init: str = setting(
         "target",
         help="start without a base: copies of the target's last layers, or N(0, 0.02)",
@@ -26,6 +29,12 @@ class TrainConfig:
     )
     layers: int = setting(4, help="draft layers", minimum=1, maximum=64)
     block_size: int = setting(8, help="block size, anchor included", minimum=2, maximum=1024)
+    short_block: int = setting(
+        0, help="size of the blocks of --short-share, which are cheaper; 0: none", minimum=0
+    )
+    short_share: float = setting(
+        0.0, help="share of the micro-batches with short blocks", minimum=0.0, maximum=1.0
+    )
     branches: int = setting(1, help="branches of the latent mixture", minimum=1, maximum=64)
     mask_token: int = setting(
         -1, help="id of the mask token; -1: the target's last embedding row", minimum=-1
@@ -40,6 +49,9 @@ class TrainConfig:
     vocabulary: int = setting(
         0, help="the loss looks at so many of the most used tokens; 0: all", minimum=0
     )
+    local_top: int = setting(
+        0, help="and at so many of the target's likeliest at each label of the step", minimum=0
+    )
     extra_tokens: int = setting(512, help="others drawn each step to look at", minimum=0)
     anchors: int = setting(16, help="blocks of a sequence in a step", minimum=1, maximum=4096)
     prompt_anchors: bool = setting(False, help="draft from prompt positions too")
@@ -49,6 +61,20 @@ class TrainConfig:
     steps: int = setting(0, help="optimiser steps; 0: by --epochs", minimum=0)
     lr: float = setting(6e-4, help="highest learning rate", minimum=0.0)
     warmup: float = setting(0.04, help="share of the steps with a rising rate", maximum=1.0)
+    schedule: str = setting(
+        "cosine",
+        help="rate after the warm-up: a cosine to 0, or level with a linear fall at the end",
+        choices=("cosine", "level"),
+    )
+    fall: float = setting(
+        0.25, help="share of the steps in which --schedule level falls", minimum=0.0, maximum=1.0
+    )
+    average: float = setting(
+        0.0,
+        help="decay of a running mean of the weights, which is what is validated and kept; 0: none",
+        minimum=0.0,
+        maximum=0.99999,
+    )
     weight_decay: float = setting(0.0, help="AdamW's weight decay", minimum=0.0)
     beta2: float = setting(0.999, help="AdamW's second beta", minimum=0.0, maximum=1.0)
     clip: float = setting(1.0, help="largest norm of the gradient; 0: any", minimum=0.0)
@@ -72,6 +98,13 @@ class TrainConfig:
         """What no single setting shows. Raises ConfigError."""
         if not self.features:
             raise ConfigError("--features", "", "at least one folder")
+        for text in self.keep_layers:
+            if not text.isdecimal():
+                raise ConfigError("--keep-layers", text, "layer numbers from 0 on")
+        if self.short_block and not 2 <= self.short_block <= self.block_size:
+            raise ConfigError(
+                "--short-block", self.short_block, f"in [2, --block-size = {self.block_size}]"
+            )
         if self.objective == "al" and self.prompt_anchors:
             raise ConfigError(
                 "--prompt-anchors",

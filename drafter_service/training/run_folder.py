@@ -6,7 +6,7 @@ Knows file names and that every file is whole or absent. Does not know training.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,18 @@ SETTINGS_FILE = "settings.json"
 
 
 def save_state(
-    folder: Path, model: DraftModel, optimiser: torch.optim.Optimizer, progress: Any
+    folder: Path,
+    model: DraftModel,
+    optimiser: torch.optim.Optimizer,
+    progress: Any,
+    average: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Write everything the next step depends on."""
+    """Write everything the next step depends on. `average`: the running mean of the weights, in the
+    order of the model's parameters, if there is one.
+    """
     temporary = folder / (STATE_FILE + ".partial")
     state = {
+        "average": list(average),
         "model": model.state_dict(),
         "optimiser": optimiser.state_dict(),
         "progress": asdict(progress),
@@ -35,7 +42,11 @@ def save_state(
 
 
 def load_state(
-    folder: Path, model: DraftModel, optimiser: torch.optim.Optimizer, progress: Any
+    folder: Path,
+    model: DraftModel,
+    optimiser: torch.optim.Optimizer,
+    progress: Any,
+    average: Sequence[torch.Tensor] = (),
 ) -> bool:
     """Put back what save_state wrote, if it is there."""
     path = folder / STATE_FILE
@@ -44,6 +55,11 @@ def load_state(
     state = torch.load(path, map_location=model.device, weights_only=True)
     model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])
+    if average:
+        # A run that kept no mean so far begins one with the weights it has.
+        kept = state.get("average") or [p.detach() for p in model.parameters()]
+        for own, value in zip(average, kept, strict=True):
+            own.copy_(value)
     for name, value in state["progress"].items():
         setattr(progress, name, value)
     return True

@@ -82,6 +82,16 @@ def _from_base(config: TrainConfig, target: FrozenTarget) -> tuple[dict[str, Any
     raw = dict(base.raw_config)
     if base.config.target_layer_ids != target.layers:
         raise ConfigError("--base", config.base, f"a drafter of target layers {target.layers}")
+    kept = tuple(int(text) for text in config.keep_layers)
+    if kept:
+        depth = base.config.num_layers
+        if max(kept) >= depth or len(set(kept)) < len(kept):
+            raise ConfigError(
+                "--keep-layers", config.keep_layers, f"different layers below {depth}"
+            )
+        raw["num_hidden_layers"] = len(kept)
+        if raw.get("layer_types"):
+            raw["layer_types"] = [raw["layer_types"][number] for number in kept]
     own = dict(raw.get("draftwire") or {}) | own_facts(target) | {"trained": True}
     if config.branches > 1:
         own["branches"] = config.branches
@@ -89,7 +99,7 @@ def _from_base(config: TrainConfig, target: FrozenTarget) -> tuple[dict[str, Any
     raw.pop("torch_dtype", None)
     raw["dtype"] = "bfloat16"
     model = random_model(parse(raw), config.seed)
-    take_base(model, base.model)
+    take_base(model, base.model, kept)
     return raw, model
 
 

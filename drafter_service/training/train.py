@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +20,14 @@ from typing import Any
 import torch
 
 from drafter_service.training import run_folder, validation
-from drafter_service.training.blocks import collate, draw_anchors
+from drafter_service.training.blocks import NO_LABEL, collate, draw_anchors
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.objective import Loss, Objective, block_loss
 from drafter_service.training.order import Order, held_out
 from drafter_service.training.parallel import Ranks, local_device
 from drafter_service.training.run_config import TrainConfig
+from drafter_service.training.schedule import RunningMean, learning_rate
 from drafter_service.training.start import FrozenTarget, begin
 from drafter_service.training.vocabulary import Vocabulary, most_used
 from draftwire.config import ConfigError, effective
@@ -97,7 +99,9 @@ class Trainer:
             lr=config.lr,
             betas=(0.9, config.beta2),
             weight_decay=config.weight_decay,
+            fused=True,
         )
+        self.mean = RunningMean(self.model, config.average)
         self.progress = Progress()
 
     # -- a step --------------------------------------------------------------------------------
@@ -105,7 +109,13 @@ class Trainer:
     def step(self) -> dict[str, float]:
         """One optimiser step. Returns what is logged of it."""
         number, config = self.progress.step, self.config
-        rate = learning_rate(number, self.steps, config.lr, config.warmup)
+        rate = learning_rate(
+            number,
+            self.steps,
+            config.lr,
+            config.warmup,
+            fall=config.fall if config.schedule == "level" else None,
+        )
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
@@ -126,6 +136,7 @@ class Trainer:
         limit = config.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         self.optimiser.step()
+        self.mean.keep(self.progress.step)
         self.progress.step += 1
         row = {
             "step": self.progress.step,
@@ -153,8 +164,12 @@ class Trainer:
             )
             for i, t in zip(members, chosen, strict=True)
         ]
-        batch = collate(chosen, anchors, config.block_size)
-        columns = self.vocabulary.cut(config.seed * 1_000_003 + number, batch.labels)
+        batch = collate(chosen, anchors, self._size(number))
+        needed = batch.labels.reshape(-1)
+        if config.local_top and config.vocabulary:
+            likely = batch.top_ids[..., : config.local_top][batch.labels != NO_LABEL]
+            needed = torch.cat([needed, likely.reshape(-1)])
+        columns = self.vocabulary.cut(config.seed * 1_000_003 + number, needed)
         head = self.head
         if len(columns.ids) < len(head):
             head = head[columns.ids.to(self.device)]
@@ -162,6 +177,15 @@ class Trainer:
         with self._autocast():
             hidden = self.network(batch)
             return block_loss(self.model, hidden, batch, head, columns, self.objective)
+
+    def _size(self, number: int) -> int:
+        """Slots of the blocks of a micro-batch, on all ranks the same."""
+        config = self.config
+        if config.short_block:
+            draw = random.Random(f"{config.seed} {number}").random()
+            if draw < config.short_share:
+                return config.short_block
+        return config.block_size
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if not self.config.bfloat16:
@@ -172,7 +196,9 @@ class Trainer:
 
     def run(self, folder: Path) -> Progress:
         """Train to the end, resuming what is in `folder`."""
-        if run_folder.load_state(folder, self.model, self.optimiser, self.progress):
+        if run_folder.load_state(
+            folder, self.model, self.optimiser, self.progress, self.mean.weights
+        ):
             self.say(f"resumed at step {self.progress.step}")
         elif self.held:
             self._validate(folder)
@@ -202,9 +228,12 @@ class Trainer:
         return self.progress
 
     def _validate(self, folder: Path) -> None:
-        length = validation.acceptance_length(
-            self.network, self.head, self.held, self.config, self.device
-        )
+        with self.mean.used():
+            length = validation.acceptance_length(
+                self.network, self.head, self.held, self.config, self.device
+            )
+            if length > self.progress.best and self.ranks.first:
+                run_folder.save_public(folder / "best", self.model, self.raw_config)
         progress = self.progress
         better = length > progress.best
         if better:
@@ -213,13 +242,14 @@ class Trainer:
             progress.stale += 1
         self._log(folder, {"step": progress.step, "acceptance_length": length})
         self.say(f"step {progress.step} acceptance length {length:.4f} (best {progress.best:.4f})")
-        if better and self.ranks.first:
-            run_folder.save_public(folder / "best", self.model, self.raw_config)
 
     def _save(self, folder: Path) -> None:
         if self.ranks.first:
-            run_folder.save_state(folder, self.model, self.optimiser, self.progress)
-            run_folder.save_public(folder / "last", self.model, self.raw_config)
+            run_folder.save_state(
+                folder, self.model, self.optimiser, self.progress, self.mean.weights
+            )
+            with self.mean.used():
+                run_folder.save_public(folder / "last", self.model, self.raw_config)
         self.ranks.wait()
 
     def _log(self, folder: Path, row: dict[str, float]) -> None:
@@ -229,15 +259,6 @@ class Trainer:
 
     def _patience_over(self) -> bool:
         return bool(self.config.patience) and self.progress.stale >= self.config.patience
-
-
-def learning_rate(step: int, steps: int, highest: float, warmup: float) -> float:
-    """Linear to `highest` over the warm-up, then a cosine to 0 at `steps`."""
-    rising = max(1, round(warmup * steps))
-    if step < rising:
-        return highest * (step + 1) / rising
-    done = (step - rising) / max(1, steps - rising)
-    return highest * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def train(config: TrainConfig, say: Callable[[str], None]) -> Progress:

@@ -9,6 +9,7 @@ rest anyhow, and serving looks at all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,11 +21,14 @@ from drafter_service.training.features import Trajectory
 @dataclass(frozen=True, slots=True)
 class Columns:
     """A cut of the vocabulary: `ids` int64 [columns]; `column_of` int64 [vocabulary], -1 outside
-    it.
+    it. `shift` float32 [columns], added to the logits: each token drawn by chance stands for all
+    those it was drawn from, so that the normaliser is that of the whole vocabulary on average; None
+    where nothing was drawn.
     """
 
     ids: torch.Tensor
     column_of: torch.Tensor
+    shift: torch.Tensor | None = None
 
     def columns(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The columns of token ids of any shape; -1 for those outside and for -1."""
@@ -33,7 +37,8 @@ class Columns:
 
     def to(self, device: torch.device) -> Columns:
         """The same cut on another device."""
-        return Columns(self.ids.to(device), self.column_of.to(device))
+        shift = None if self.shift is None else self.shift.to(device)
+        return Columns(self.ids.to(device), self.column_of.to(device), shift)
 
 
 class Vocabulary:
@@ -46,25 +51,31 @@ class Vocabulary:
         self.common, self.size = common, size
         rest = torch.ones(size, dtype=torch.bool)
         rest[common] = False
-        self._rest_mask = rest
         self._rest = rest.nonzero()[:, 0]
         self._extra = min(extra, len(self._rest))
 
     def cut(self, seed: int, needed: torch.Tensor) -> Columns:
-        """The columns of a step: the common tokens, the labels `needed` (negative ones ignored) and
-        the drawn ones; the same seed and labels give the same columns.
+        """The columns of a step: the common tokens, those `needed` (negative ones ignored) and the
+        drawn ones; the same seed and needs give the same columns.
         """
-        ids = self.common
-        if len(ids) < self.size:
-            rare = torch.unique(needed[needed >= 0])
-            ids = torch.cat([ids, rare[self._rest_mask[rare]]])
-        if self._extra:
+        chosen = torch.zeros(self.size, dtype=torch.bool)
+        chosen[self.common] = True
+        chosen[needed[needed >= 0]] = True
+        rest = len(chosen) - int(chosen.sum())
+        shift = None
+        if self._extra and rest:
             generator = torch.Generator().manual_seed(seed)
-            picked = torch.randint(len(self._rest), (self._extra,), generator=generator)
-            ids = torch.unique(torch.cat([ids, self._rest[picked]]))
+            picked = self._rest[torch.randint(len(self._rest), (self._extra,), generator=generator)]
+            drawn = torch.zeros_like(chosen)
+            drawn[picked] = True
+            drawn &= ~chosen
+            chosen |= drawn
+            weight = math.log(rest / max(int(drawn.sum()), 1))
+            shift = drawn[chosen].float() * weight
+        ids = chosen.nonzero()[:, 0]
         column_of = torch.full((self.size,), -1, dtype=torch.int64)
         column_of[ids] = torch.arange(len(ids))
-        return Columns(ids, column_of)
+        return Columns(ids, column_of, shift)
 
 
 def most_used(trajectories: Iterable[Trajectory], size: int, count: int) -> torch.Tensor:

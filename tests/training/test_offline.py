@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +13,12 @@ import torch
 from training import kit
 
 from drafter_service import checkpoint
+from drafter_service.training import offline
 from drafter_service.training.__main__ import main
-from drafter_service.training.evaluate import Tally, _interval
 from drafter_service.training.features import Trajectory, read_features
 from drafter_service.training.network import BlockNetwork
-from drafter_service.training.offline import (
-    Drafts,
-    Mode,
-    drafts_of,
-    modes_for,
-    rankings,
-    replay,
-    walk,
-)
+from drafter_service.training.offline import Drafts, Mode, drafts_of, modes_for, replay, walk
+from drafter_service.training.statistics import Tally, interval
 from drafter_service.training.target import Target
 from drafter_service.tree import Part, Tree
 from draftwire_kernels.noise import gumbel
@@ -63,43 +57,52 @@ def knowing(trajectory: Trajectory, slots: int, right: int) -> Drafts:
     tokens = trajectory.tokens.tolist()
     first = trajectory.prompt_length
     anchors = len(tokens) - 1 - first
-    ids = np.zeros((anchors, 1, slots, 4), dtype=np.int64)
+    ids = np.zeros((anchors, slots, 4), dtype=np.int64)
     for index in range(anchors):
         for slot in range(slots):
             place = first + index + 1 + slot
             true = tokens[place] if place < len(tokens) else 0
             wrong = [(true + offset) % 256 for offset in (1, 2, 3)]
-            ids[index, 0, slot] = [true, *wrong] if slot < right else [*wrong, true]
-    logits = np.broadcast_to(np.array([8.0, 2.0, 1.0, 0.0], dtype=np.float32), ids.shape).copy()
-    total = np.full(ids.shape[:3], 8.0, dtype=np.float32)
-    return Drafts(first, ids, logits, total, np.zeros((anchors, 1), dtype=np.float32))
+            ids[index, slot] = [true, *wrong] if slot < right else [*wrong, true]
+    scores = np.array([8.0, 2.0, 1.0, 0.0], dtype=np.float32)
+    logits = np.broadcast_to(scores, (anchors, slots, 1, 4)).copy()
+    hidden = torch.zeros(anchors, slots, 1, 8)
+    return Drafts(first, hidden, ids, logits, np.zeros((anchors, 1), dtype=np.float32))
 
 
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
 def test_a_drafter_that_knows_so_many_slots_is_accepted_that_far(
-    counting: Path, right: int
+    counting: Path, network: BlockNetwork, right: int
 ) -> None:
-    for trajectory in read_features(counting):
-        drafts = knowing(trajectory, 3, right)
-        ranked = rankings(trajectory, drafts, coupled=False)
+    answers = [(t, knowing(t, 3, right)) for t in read_features(counting)]
+    runs = replay(network.model, answers, CHAIN)
+    for (trajectory, _), rounds in zip(answers, runs, strict=True):
         left = len(trajectory.response.answer) - 1
-        for one in replay(trajectory, drafts, CHAIN, ranked):
+        for one in rounds:
             assert one.accepted == min(right, left - 1)
             left -= one.accepted + 1
         assert left == 0
 
 
-def test_rounds_cover_the_answer_exactly_once_in_every_mode(
+def test_rounds_cover_every_answer_exactly_once_in_every_mode(
     counting: Path, network: BlockNetwork
 ) -> None:
-    trajectory = next(read_features(counting))
-    drafts = drafts_of(network, trajectory, 4)
-    for mode in modes_for(3, (4, 8), greedy=False, branches=1):
-        ranked = rankings(trajectory, drafts, coupled=mode.coupled)
-        rounds = list(replay(trajectory, drafts, mode, ranked))
-        made = sum(one.accepted + 1 for one in rounds)
-        assert made == len(trajectory.response.answer) - 1, mode
-        assert all(one.drafted <= mode.nodes for one in rounds)
+    answers = [(t, drafts_of(network, t, 4)) for t in list(read_features(counting))[:3]]
+    for mode in modes_for(3, (4, 8), greedy=False, branches=1, deepest=9):
+        for (trajectory, _), rounds in zip(
+            answers, replay(network.model, answers, mode), strict=True
+        ):
+            made = sum(one.accepted + 1 for one in rounds)
+            assert made == len(trajectory.response.answer) - 1, mode
+            assert all(one.drafted <= mode.nodes for one in rounds)
+
+
+def test_answers_side_by_side_go_as_they_go_alone(counting: Path, network: BlockNetwork) -> None:
+    answers = [(t, drafts_of(network, t, 4)) for t in list(read_features(counting))[:4]]
+    mode = Mode("both", frozenset({Part.RANK_TREE, Part.NGRAM}), 8, coupled=True)
+    together = replay(network.model, answers, mode)
+    alone = [replay(network.model, [answer], mode)[0] for answer in answers]
+    assert together == alone
 
 
 def test_drafting_everywhere_at_once_equals_drafting_once_each(
@@ -112,19 +115,30 @@ def test_drafting_everywhere_at_once_equals_drafting_once_each(
     assert (together.ids == alone.ids).mean() > 0.99
 
 
-def test_coupled_order_uses_the_noise_the_target_draws_with(counting: Path) -> None:
+def test_coupled_order_uses_the_noise_the_target_draws_with(
+    counting: Path, network: BlockNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trajectory = next(read_features(counting))
     drafts = knowing(trajectory, 3, 3)
-    (ranked,) = rankings(trajectory, drafts, coupled=True)[2]
-    position = drafts.first + 2 + 1 + 1  # anchor 2, slot 2
-    ids = drafts.ids[2, 0, 1]
-    noise = gumbel(trajectory.response.seed, position, 256)[torch.from_numpy(ids)].numpy()
-    order = np.argsort(-(drafts.logits[2, 0, 1] / 0.8 + noise), kind="stable")
-    assert ranked.ids[1].tolist() == ids[order].tolist()
+    seen: list[Tree] = []
+
+    def spy(tree: Tree, truth: Sequence[int]) -> int:
+        seen.append(tree)
+        return walk(tree, truth)
+
+    monkeypatch.setattr(offline, "walk", spy)
+    tree = frozenset({Part.RANK_TREE})
+    (rounds,) = replay(network.model, [(trajectory, drafts)], Mode("x", tree, 4, coupled=True))
+    ratio = network.model.config.calibration.regime(1.0, filtered=False, coupled=True).ratio
+    for one, found in zip(rounds, seen, strict=True):
+        ids = drafts.ids[one.anchor - drafts.first, 0]
+        noise = gumbel(trajectory.response.seed, one.anchor + 1, 256)[torch.from_numpy(ids)]
+        scores = drafts.logits[0, 0, 0] / ratio + noise.numpy()
+        assert found.tokens[0] == ids[scores.argmax()]
 
 
 def test_a_walk_follows_children_and_leaves_the_last_token_to_the_target() -> None:
-    tree = Tree(max_nodes=8, max_depth=4)
+    tree = Tree()
     first = tree.add(-1, 5, 0.0, Part.RANK_TREE)
     tree.add(-1, 6, 0.0, Part.RANK_TREE)
     second = tree.add(first, 7, 0.0, Part.RANK_TREE)
@@ -138,7 +152,7 @@ def test_a_walk_follows_children_and_leaves_the_last_token_to_the_target() -> No
 def test_intervals_hold_the_mean_and_shrink_with_more_answers() -> None:
     few = Tally(answers=[(10, 5), (10, 15)] * 4)
     many = Tally(answers=[(10, 5), (10, 15)] * 100)
-    wide, narrow = (_interval([tally], 200, 0) for tally in (few, many))
+    wide, narrow = (interval([tally], 200, 0) for tally in (few, many))
     assert wide[0] < 2.0 < wide[1]
     assert narrow[1] - narrow[0] < 0.5 * (wide[1] - wide[0])
 

@@ -62,6 +62,21 @@ def test_a_base_without_branches_may_be_given_some_but_not_other_layers(tiny: Ta
         take_base(random_model(parse(deeper), 0), base)
 
 
+def test_some_of_a_bases_layers_can_be_kept_in_their_order(tiny: Target) -> None:
+    deeper = raw_config_for(
+        tiny.host.model.config, block_size=4, num_layers=3, target_layer_ids=kit.LAYERS
+    )
+    base = random_model(parse(deeper), 1)
+    model = random_model(parse(drafter_config(tiny)), 2)
+    take_base(model, base, (0, 2))
+    for own, theirs in ((0, 0), (1, 2)):
+        left, right = model.layers[own].state_dict(), base.layers[theirs].state_dict()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    assert torch.equal(model.fc.weight, base.fc.weight)
+    with pytest.raises(NotAlike):
+        take_base(model, base, (0,))
+
+
 def test_a_run_remembers_its_targets_hashes_and_layers(
     made_features: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +114,19 @@ def test_a_cut_holds_the_common_tokens_the_labels_and_some_others() -> None:
     assert torch.equal(cut.ids[cut.columns(torch.tensor([1, 17]))], torch.tensor([1, 17]))
     outside = next(i for i in range(20) if i not in set(cut.ids.tolist()))
     assert cut.columns(torch.tensor([outside, -1])).tolist() == [-1, -1]
+
+
+def test_drawn_tokens_stand_for_all_that_were_not_drawn() -> None:
+    vocabulary = Vocabulary(torch.arange(10), 200, 20)
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(3))
+    whole = logits.exp().sum()
+    sums = []
+    for seed in range(400):
+        cut = vocabulary.cut(seed, torch.tensor([150]))
+        assert cut.shift is not None
+        assert cut.shift[cut.columns(torch.tensor([3, 150]))].tolist() == [0.0, 0.0]
+        sums.append((logits[cut.ids] + cut.shift).exp().sum())
+    assert torch.stack(sums).mean() == pytest.approx(float(whole), rel=0.02)
 
 
 def test_a_whole_vocabulary_is_kept_as_it_is() -> None:

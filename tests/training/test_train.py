@@ -15,12 +15,15 @@ from training import kit
 
 from drafter_service import checkpoint
 from drafter_service.training.__main__ import main
+from drafter_service.training.blocks import collate
 from drafter_service.training.export import ExportConfig, export
 from drafter_service.training.features import read_features
+from drafter_service.training.network import BlockNetwork
 from drafter_service.training.order import Order, held_out
 from drafter_service.training.run_config import TrainConfig
+from drafter_service.training.schedule import learning_rate
 from drafter_service.training.target import Target
-from drafter_service.training.train import learning_rate, train
+from drafter_service.training.train import train
 from draftwire.config import ConfigError
 
 
@@ -52,8 +55,16 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         {},
         {"branches": 3, "objective": "al", "anchors": 4},
         {"vocabulary": 60, "extra_tokens": 10, "accumulate": 2, "weights": "decay"},
+        {
+            "vocabulary": 30,
+            "local_top": 4,
+            "average": 0.9,
+            "schedule": "level",
+            "short_block": 3,
+            "short_share": 0.5,
+        },
     ],
-    ids=["kl", "branches with AL", "cut vocabulary and accumulation"],
+    ids=["kl", "branches with AL", "cut vocabulary and accumulation", "short blocks and a mean"],
 )
 def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     made_features: Path, tiny_folder: Path, tmp_path: Path, changes: dict[str, object]
@@ -69,6 +80,12 @@ def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
+    whole_last, parts_last = (
+        checkpoint.load(str(tmp_path / name / "last"), device=torch.device("cpu")).model
+        for name in ("whole", "parts")
+    )
+    for name, tensor in whole_last.state_dict().items():
+        assert torch.equal(tensor, parts_last.state_dict()[name]), name
 
 
 def test_other_seeds_train_other_weights(
@@ -127,6 +144,37 @@ def test_an_exported_checkpoint_drafts_what_was_trained(trained: Path, tmp_path:
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     for name in ("architectures", "block_size", "dflash_config", "num_target_layers"):
         assert name in raw
+
+
+DOCUMENTED = (
+    "architectures", "model_type", "auto_map", "block_size", "num_target_layers", "dflash_config",
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "max_position_embeddings", "vocab_size", "attention_bias", "layer_types", "sliding_window",
+    "tie_word_embeddings", "dtype",
+)  # fmt: skip
+
+
+def test_the_documented_fields_alone_load_to_the_same_logits(
+    trained: Path, counting: Path, tiny: Target, tmp_path: Path
+) -> None:
+    export(ExportConfig(run=trained, out=tmp_path / "out", which="last"), silent)
+    file = tmp_path / "out" / "config.json"
+    raw = json.loads(file.read_text())
+    public = tmp_path / "public"
+    public.mkdir()
+    (public / "config.json").write_text(json.dumps({name: raw[name] for name in DOCUMENTED}))
+    (public / "model.safetensors").write_bytes((tmp_path / "out/model.safetensors").read_bytes())
+    some = list(read_features(counting))[:3]
+    batch = collate(some, [[t.prompt_length, t.prompt_length + 3] for t in some], 4)
+    logits = []
+    for folder in (tmp_path / "out", public):
+        found = checkpoint.load(str(folder), device=torch.device("cpu"), dtype=torch.float32)
+        embedding = tiny.host.model.get_input_embeddings().weight.detach()
+        found.model.attach_target(embedding, None, vocab_size=tiny.vocab_size)
+        with torch.no_grad():
+            logits.append(found.model.logits(BlockNetwork(found.model, embedding)(batch)))
+    assert torch.equal(*logits)
 
 
 def test_an_export_over_the_size_limit_is_refused(trained: Path, tmp_path: Path) -> None:
@@ -209,6 +257,42 @@ def test_the_rate_rises_linearly_and_falls_to_nothing() -> None:
     assert rates[100] == pytest.approx(0.0, abs=1e-9)
 
 
+# What torchrun does, without its rendezvous server, which may come up too late on a busy machine.
+JOIN = """
+import sys, torch.distributed as dist
+from drafter_service.training.__main__ import main
+dist.init_process_group(
+    "gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2
+)
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+def test_a_level_rate_stays_and_then_falls_in_a_line() -> None:
+    rates = [learning_rate(step, 100, 1.0, 0.1, fall=0.2) for step in range(101)]
+    assert rates[9:81] == pytest.approx([1.0] * 72)
+    assert rates[90] == pytest.approx(0.5)
+    assert rates[100] == 0.0
+
+
+def test_the_checkpoint_of_a_run_with_a_mean_is_the_mean_of_its_steps(
+    made_features: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = kit.run_config(
+        made_features, tiny_folder, tmp_path, average=0.99, steps=10, save_every=1
+    )
+    train(config, silent)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    model = checkpoint.load(str(tmp_path / "last"), device=torch.device("cpu")).model
+    names = [name for name, _ in model.named_parameters()]
+    for name, mean in zip(names, state["average"], strict=True):
+        assert torch.equal(model.get_parameter(name).data, mean.bfloat16()), name
+    assert any(
+        not torch.equal(mean, state["model"][name])
+        for name, mean in zip(names, state["average"], strict=True)
+    )
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_one_trains_with_two_micro_batches(
     made_features: Path, tiny_folder: Path, tmp_path: Path
@@ -224,15 +308,26 @@ def test_two_processes_train_what_one_trains_with_two_micro_batches(
         "--out", str(tmp_path / "two"), "--layers", "2", "--block-size", "4", "--anchors", "6",
         "--batch", "4", "--steps", "6", "--lr", "2e-3", "--validation", "0", "--threads", "1",
     ]  # fmt: skip
-    subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            "2", "-m", "drafter_service.training", *words,
-        ],
-        check=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )  # fmt: skip
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    store = str(tmp_path / "store")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN, store, str(rank), *words],
+            cwd=Path(__file__).parents[2],
+            env=env,
+        )
+        for rank in range(2)
+    ]
+    try:
+        # The second one ends with the first: neither can go on alone.
+        assert [process.wait() for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(one[name], two[name], atol=1e-4, rtol=1e-3)
