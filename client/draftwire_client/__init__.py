@@ -6,8 +6,14 @@ the command line is in `draftwire_client.cli`, a scripted server for tests in
 """
 
 from draftwire_client.aio import AsyncClient, AsyncStream
+from draftwire_client.batch import BatchItem, BatchProgress, BatchRequest
 from draftwire_client.client import Client, Stream
-from draftwire_client.config import KeepAliveConfig, RetryConfig, TLSConfig
+from draftwire_client.config import (
+    KeepAliveConfig,
+    LoadBalancingConfig,
+    RetryConfig,
+    TLSConfig,
+)
 from draftwire_client.enums import (
     AcceptanceRule,
     BlockSizeReason,
@@ -32,7 +38,9 @@ from draftwire_client.errors import (
     describe,
     partial_of,
 )
-from draftwire_client.info import Info, LaneInfo, LoadInfo, ModelInfo
+from draftwire_client.info import DeviceInfo, Info, LaneInfo, LoadInfo, ModelInfo
+from draftwire_client.pools import AsyncBatch
+from draftwire_client.trace import TraceContext
 from draftwire_client.types import (
     Acceptance,
     BlockSizeCount,
@@ -52,8 +60,12 @@ from draftwire_client.types import (
 __all__ = [
     "Acceptance",
     "AcceptanceRule",
+    "AsyncBatch",
     "AsyncClient",
     "AsyncStream",
+    "BatchItem",
+    "BatchProgress",
+    "BatchRequest",
     "BlockSizeCount",
     "BlockSizeReason",
     "Cancelled",
@@ -61,6 +73,7 @@ __all__ = [
     "Chunk",
     "Client",
     "DeadlineExceeded",
+    "DeviceInfo",
     "DraftPart",
     "DraftwireError",
     "ElementType",
@@ -73,6 +86,7 @@ __all__ = [
     "KeepAliveConfig",
     "LaneInfo",
     "LaneState",
+    "LoadBalancingConfig",
     "LoadInfo",
     "ModelInfo",
     "NotFound",
@@ -89,6 +103,7 @@ __all__ = [
     "Timing",
     "TokenLogprob",
     "TopLogprob",
+    "TraceContext",
     "Unauthenticated",
     "Unavailable",
     "Usage",

@@ -1,8 +1,7 @@
 """The client for asyncio, on grpc.aio.
 
-Knows how to open, read, cancel and close calls on an event loop. What is sent is in `requests`,
-what an answer means in `answer`, what is tried again in `retry`; `client` is the same client for
-threads.
+Knows channels and which calls there are. What is sent is in `requests`, how an answer is read in
+`aio_stream`, what is tried again in `retry`; `client` is the same client for threads.
 """
 
 # ruff: noqa: ASYNC109 - `timeout` is the deadline the server is told, not a cancel scope here.
@@ -10,7 +9,7 @@ threads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,27 +18,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.channel import open_channel
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
-from draftwire_client.answer import StreamState
+from draftwire_client.aio_stream import AsyncStream, task_is_cancelled
+from draftwire_client.batch import (
+    DEFAULT_CONCURRENCY,
+    BatchItem,
+    BatchRequest,
+    Progress,
+    Prompt,
+    make_batch,
+)
 from draftwire_client.config import CONTROL_TIMEOUT_S, check_timeout
 from draftwire_client.connect import Connectable, ConnectConfig
 from draftwire_client.enums import HealthStatus
-from draftwire_client.errors import (
-    DraftwireError,
-    Internal,
-    NotFound,
-    cancelled_by_caller,
-    client_closed,
-    from_call,
-)
+from draftwire_client.errors import NotFound, cancelled_by_caller, client_closed, from_call
 from draftwire_client.info import Info
+from draftwire_client.pools import AsyncBatch
 from draftwire_client.requests import Messages, chat_request, generate_request
 from draftwire_client.responses import read_health, read_info
 from draftwire_client.retry import Attempts
-from draftwire_client.types import (
-    Chunk,
-    RequestOptions,
-    Result,
-)
+from draftwire_client.trace import Metadata, TraceContext, trace_metadata
+from draftwire_client.types import RequestOptions, Result
+
+__all__ = ["AsyncClient", "AsyncStream"]
 
 
 class AsyncClient(Connectable):
@@ -62,6 +62,7 @@ class AsyncClient(Connectable):
         prompt: str | Iterable[int],
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Result:
         """The answer to a text or to token ids, when it is complete.
@@ -70,9 +71,10 @@ class AsyncClient(Connectable):
 
         `timeout` is the deadline in seconds, retries included. Raises DraftwireError (`partial_of`
         tells what had arrived) and, before anything is sent, TypeError for an unknown option or a
-        value of the wrong type.
+        value of the wrong type. `trace` is the caller's place in a trace, else OpenTelemetry's
+        active span if there is one.
         """
-        async with self.stream(prompt, timeout=timeout, **options) as stream:
+        async with self.stream(prompt, timeout=timeout, trace=trace, **options) as stream:
             return await stream.result()
 
     def stream(
@@ -80,26 +82,28 @@ class AsyncClient(Connectable):
         prompt: str | Iterable[int],
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """The answer as it is made.
 
         The call starts now. Raises as generate, most of it while being read.
         """
-        return self._stream(generate_request(prompt, options), timeout)
+        return self._stream(generate_request(prompt, options), timeout, trace_metadata(trace))
 
     async def chat(
         self,
         messages: Messages,
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Result:
         """The assistant's answer to messages, or to one text of the user, when it is complete.
 
         Raises as generate.
         """
-        async with self.chat_stream(messages, timeout=timeout, **options) as stream:
+        async with self.chat_stream(messages, timeout=timeout, trace=trace, **options) as stream:
             return await stream.result()
 
     def chat_stream(
@@ -107,10 +111,61 @@ class AsyncClient(Connectable):
         messages: Messages,
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """The assistant's answer as it is made. Raises as stream."""
-        return self._stream(chat_request(messages, options), timeout)
+        return self._stream(chat_request(messages, options), timeout, trace_metadata(trace))
+
+    async def batch(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        *,
+        chat: bool = False,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress | bool = False,
+        timeout: float | None = None,
+        trace: TraceContext | str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[BatchItem]:
+        """The outcomes of many prompts, in their order, at most `concurrency` running at once.
+
+        A prompt is what generate takes, or chat if `chat`; a BatchRequest brings options of its
+        own. One that fails keeps its typed error and stops no other; `timeout` is the deadline of
+        each. `progress` is called after each outcome; True shows a bar on stderr. Raises TypeError
+        for wrong types, which ends the batch.
+        """
+        running = self.batch_as_completed(
+            prompts,
+            chat=chat,
+            concurrency=concurrency,
+            progress=progress,
+            timeout=timeout,
+            trace=trace,
+            **options,
+        )
+        async with running:
+            return sorted([item async for item in running], key=lambda item: item.index)
+
+    def batch_as_completed(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        *,
+        chat: bool = False,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress | bool = False,
+        timeout: float | None = None,
+        trace: TraceContext | str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncBatch:
+        """As batch, each outcome as soon as it is there, for `async for`.
+
+        Prompts are taken as there is room, so they may come from a long or endless iterable.
+        Leaving the loop early cancels what runs.
+        """
+        made = make_batch(prompts, options, chat=chat, concurrency=concurrency, progress=progress)
+        seconds, metadata = check_timeout(timeout, self._config.timeout), trace_metadata(trace)
+        return AsyncBatch(made, lambda request: self._stream(request, seconds, metadata))
 
     async def info(self, *, timeout: float | None = None) -> Info:
         """What the verifier is, its configuration, lanes and load. Raises DraftwireError."""
@@ -118,8 +173,12 @@ class AsyncClient(Connectable):
         while True:
             self._check_open()
             try:
-                response = await self._information.GetInfo(
-                    verifier_pb2.VerifierGetInfoRequest(), timeout=attempts.remaining()
+                response = await self._control_call(
+                    self._information.GetInfo(
+                        verifier_pb2.VerifierGetInfoRequest(),
+                        timeout=attempts.remaining(),
+                        metadata=trace_metadata(None),
+                    )
                 )
             except grpc.RpcError as exc:
                 error = from_call(exc)
@@ -137,9 +196,11 @@ class AsyncClient(Connectable):
         """
         self._check_open()
         try:
-            response = await self._health.Check(
-                health_pb2.HealthCheckRequest(service=service),
-                timeout=check_timeout(timeout, CONTROL_TIMEOUT_S),
+            response = await self._control_call(
+                self._health.Check(
+                    health_pb2.HealthCheckRequest(service=service),
+                    timeout=check_timeout(timeout, CONTROL_TIMEOUT_S),
+                )
             )
         except grpc.RpcError as exc:
             error = from_call(exc)
@@ -169,119 +230,21 @@ class AsyncClient(Connectable):
         if self._closed:
             raise client_closed()
 
-    def _stream(self, request: verifier_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
+    async def _control_call(self, call: Any) -> Any:
+        """The response of a call on the control channel. Raises grpc.RpcError or Cancelled."""
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self._closed and not task_is_cancelled():
+                raise cancelled_by_caller() from None
+            raise
+
+    def _stream(
+        self, request: verifier_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
+    ) -> AsyncStream:
         def start(remaining: float) -> Any:
             self._check_open()
-            return self._verifier.Generate(request, timeout=remaining)
+            return self._verifier.Generate(request, timeout=remaining, metadata=metadata)
 
         attempts = Attempts(self._config.retry, check_timeout(timeout, self._config.timeout))
-        return AsyncStream(start, attempts)
-
-
-class AsyncStream(StreamState):
-    """An answer as it is made: iterate over its Chunks, then await the `result`.
-
-    Leaving the loop early, `cancel`, leaving `async with` and cancelling the reading task cancel
-    the call; the server then frees it. One task reads; any task of the loop may cancel, and the
-    reader then gets Cancelled.
-    """
-
-    def __init__(self, start: Callable[[float], Any], attempts: Attempts) -> None:
-        super().__init__(attempts)
-        self._start = start
-        self._stop = asyncio.Event()
-        self._open()
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return _Reading(self)
-
-    async def __anext__(self) -> Chunk:
-        chunk = await self._advance()
-        if chunk is None:
-            raise StopAsyncIteration
-        return chunk
-
-    async def result(self) -> Result:
-        """The complete answer; reads what is left of it. Raises what the stream raised."""
-        while not self._ended:
-            await self._advance()
-        return self._outcome()
-
-    def cancel(self) -> None:
-        """End the call now; nothing happens if it has ended."""
-        self._stop.set()
-        self._call.cancel()
-
-    async def close(self) -> None:
-        """As cancel."""
-        self.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def _open(self) -> None:
-        self._call = self._start(self._attempts.remaining())
-        # Not `read()`: once the status is in, it gives EOF and drops the messages that were not
-        # read yet.
-        self._messages = aiter(self._call)
-
-    async def _advance(self) -> Chunk | None:
-        """The next chunk; None when the answer has ended."""
-        while not self._ended:
-            try:
-                message = await anext(self._messages, None)
-            except grpc.RpcError as exc:
-                await self._again(self._delay_or_fail(exc, cancelled=self._stop.is_set()))
-                continue
-            except asyncio.CancelledError:
-                self._call.cancel()
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                # grpc.aio says CancelledError for a call that was cancelled; nobody cancelled this
-                # task.
-                raise self._fail(cancelled_by_caller()) from None
-            try:
-                if message is None:
-                    self._complete(await self._call.trailing_metadata())
-                elif (chunk := self._take(message)) is not None:
-                    return chunk
-            except Internal as error:
-                self._call.cancel()
-                raise self._fail(error) from None
-        return None
-
-    async def _again(self, delay: float) -> None:
-        try:
-            await asyncio.wait_for(self._stop.wait(), delay)
-        except TimeoutError:
-            pass
-        else:
-            raise self._fail(cancelled_by_caller())
-        try:
-            self._open()
-        except DraftwireError as error:
-            raise self._fail(error) from None
-
-
-class _Reading(AsyncIterator[Chunk]):
-    """One loop over a stream. Cancels the call when it is dropped, so that `break` acts at once.
-
-    An async generator would be closed only by a later turn of the loop.
-    """
-
-    def __init__(self, stream: AsyncStream) -> None:
-        self._stream = stream
-
-    async def __anext__(self) -> Chunk:
-        return await self._stream.__anext__()
-
-    def __del__(self) -> None:
-        self._stream.cancel()
+        return AsyncStream(start, attempts, lambda: self._closed)

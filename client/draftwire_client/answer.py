@@ -7,6 +7,8 @@ messages and hand them in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 
 from draftwire.v1 import verifier_pb2
@@ -133,8 +135,10 @@ class Answer:
 class StreamState:
     """What a stream of either client remembers; the reading itself is the subclass's."""
 
-    def __init__(self, attempts: Attempts) -> None:
+    def __init__(self, attempts: Attempts, closed: Callable[[], bool]) -> None:
+        """`closed` tells whether the client was closed, which ends its calls as cancelled."""
         self._attempts = attempts
+        self._closed = closed
         self._answer = Answer()
         self._trailers: Trailers = None
         self._result: Result | None = None
@@ -169,8 +173,10 @@ class StreamState:
 
     def _delay_or_fail(self, exc: grpc.RpcError, *, cancelled: bool) -> float:
         """Seconds until the next attempt. Raises the typed error if there is to be none."""
-        error = cancelled_by_caller() if cancelled else from_call(exc, begun=self._answer.begun)
-        if not cancelled and not self._answer.begun:
+        begun, late = self._answer.begun, self._attempts.remaining() <= 0
+        given_up = cancelled or self._closed()
+        error = from_call(exc, begun=begun, given_up=given_up, late=late)
+        if not begun:
             delay = self._attempts.next_delay(error, exc)
             if delay is not None:
                 return delay

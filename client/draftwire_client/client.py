@@ -1,14 +1,13 @@
 """The client for threads, on gRPC's own synchronous stack.
 
-Knows how to open, read, cancel and close calls. What is sent is in `requests`, what an answer means
-in `answer`, what is tried again in `retry`; `aio` is the same client for asyncio.
+Knows channels and which calls there are. What is sent is in `requests`, how an answer is read in
+`stream`, what is tried again in `retry`; `aio` is the same client for asyncio.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,27 +16,28 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.channel import open_sync_channel
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
-from draftwire_client.answer import StreamState
+from draftwire_client.batch import (
+    DEFAULT_CONCURRENCY,
+    BatchItem,
+    BatchRequest,
+    Progress,
+    Prompt,
+    make_batch,
+)
 from draftwire_client.config import CONTROL_TIMEOUT_S, check_timeout
 from draftwire_client.connect import Connectable, ConnectConfig
 from draftwire_client.enums import HealthStatus
-from draftwire_client.errors import (
-    DraftwireError,
-    Internal,
-    NotFound,
-    cancelled_by_caller,
-    client_closed,
-    from_call,
-)
+from draftwire_client.errors import NotFound, client_closed, from_call
 from draftwire_client.info import Info
+from draftwire_client.pools import in_threads
 from draftwire_client.requests import Messages, chat_request, generate_request
 from draftwire_client.responses import read_health, read_info
 from draftwire_client.retry import Attempts
-from draftwire_client.types import (
-    Chunk,
-    RequestOptions,
-    Result,
-)
+from draftwire_client.stream import Stream
+from draftwire_client.trace import Metadata, TraceContext, trace_metadata
+from draftwire_client.types import RequestOptions, Result
+
+__all__ = ["Client", "Stream"]
 
 
 class Client(Connectable):
@@ -60,15 +60,17 @@ class Client(Connectable):
         prompt: str | Iterable[int],
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Result:
         """The answer to a text or to token ids, when it is complete.
 
         `timeout` is the deadline in seconds, retries included. Raises DraftwireError (`partial_of`
         tells what had arrived) and, before anything is sent, TypeError for an unknown option or a
-        value of the wrong type.
+        value of the wrong type. `trace` is the caller's place in a trace, else OpenTelemetry's
+        active span if there is one.
         """
-        with self.stream(prompt, timeout=timeout, **options) as stream:
+        with self.stream(prompt, timeout=timeout, trace=trace, **options) as stream:
             return stream.result()
 
     def stream(
@@ -76,26 +78,28 @@ class Client(Connectable):
         prompt: str | Iterable[int],
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """The answer as it is made.
 
         The call starts now. Raises as generate, most of it while being read.
         """
-        return self._stream(generate_request(prompt, options), timeout)
+        return self._stream(generate_request(prompt, options), timeout, trace_metadata(trace))
 
     def chat(
         self,
         messages: Messages,
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Result:
         """The assistant's answer to messages, or to one text of the user, when it is complete.
 
         Raises as generate.
         """
-        with self.chat_stream(messages, timeout=timeout, **options) as stream:
+        with self.chat_stream(messages, timeout=timeout, trace=trace, **options) as stream:
             return stream.result()
 
     def chat_stream(
@@ -103,10 +107,60 @@ class Client(Connectable):
         messages: Messages,
         *,
         timeout: float | None = None,
+        trace: TraceContext | str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Stream:
         """The assistant's answer as it is made. Raises as stream."""
-        return self._stream(chat_request(messages, options), timeout)
+        return self._stream(chat_request(messages, options), timeout, trace_metadata(trace))
+
+    def batch(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        *,
+        chat: bool = False,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress | bool = False,
+        timeout: float | None = None,
+        trace: TraceContext | str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[BatchItem]:
+        """The outcomes of many prompts, in their order, at most `concurrency` running at once.
+
+        A prompt is what generate takes, or chat if `chat`; a BatchRequest brings options of its
+        own. One that fails keeps its typed error and stops no other; `timeout` is the deadline of
+        each. `progress` is called after each outcome; True shows a bar on stderr. Raises TypeError
+        for wrong types, which ends the batch.
+        """
+        items = self.batch_as_completed(
+            prompts,
+            chat=chat,
+            concurrency=concurrency,
+            progress=progress,
+            timeout=timeout,
+            trace=trace,
+            **options,
+        )
+        return sorted(items, key=lambda item: item.index)
+
+    def batch_as_completed(
+        self,
+        prompts: Iterable[Prompt | BatchRequest],
+        *,
+        chat: bool = False,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: Progress | bool = False,
+        timeout: float | None = None,
+        trace: TraceContext | str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[BatchItem]:
+        """As batch, each outcome as soon as it is there.
+
+        Prompts are taken as there is room, so they may come from a long or endless iterable.
+        Leaving the loop early cancels what runs.
+        """
+        made = make_batch(prompts, options, chat=chat, concurrency=concurrency, progress=progress)
+        seconds, metadata = check_timeout(timeout, self._config.timeout), trace_metadata(trace)
+        return in_threads(made, lambda request: self._stream(request, seconds, metadata))
 
     def info(self, *, timeout: float | None = None) -> Info:
         """What the verifier is, its configuration, lanes and load. Raises DraftwireError."""
@@ -115,10 +169,12 @@ class Client(Connectable):
             self._check_open()
             try:
                 response = self._information.GetInfo(
-                    verifier_pb2.VerifierGetInfoRequest(), timeout=attempts.remaining()
+                    verifier_pb2.VerifierGetInfoRequest(),
+                    timeout=attempts.remaining(),
+                    metadata=trace_metadata(None),
                 )
             except grpc.RpcError as exc:
-                error = from_call(exc)
+                error = from_call(exc, given_up=self._closed)
                 delay = attempts.next_delay(error, exc)
                 if delay is None:
                     raise error from exc
@@ -138,7 +194,7 @@ class Client(Connectable):
                 timeout=check_timeout(timeout, CONTROL_TIMEOUT_S),
             )
         except grpc.RpcError as exc:
-            error = from_call(exc)
+            error = from_call(exc, given_up=self._closed)
             if isinstance(error, NotFound):
                 return HealthStatus.SERVICE_UNKNOWN
             raise error from exc
@@ -165,93 +221,12 @@ class Client(Connectable):
         if self._closed:
             raise client_closed()
 
-    def _stream(self, request: verifier_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        def start(remaining: float) -> grpc.Call:
+    def _stream(
+        self, request: verifier_pb2.GenerateRequest, timeout: float | None, metadata: Metadata
+    ) -> Stream:
+        def start(remaining: float) -> Any:
             self._check_open()
-            call: grpc.Call = self._verifier.Generate(request, timeout=remaining)
-            return call
+            return self._verifier.Generate(request, timeout=remaining, metadata=metadata)
 
-        return Stream(
-            start, Attempts(self._config.retry, check_timeout(timeout, self._config.timeout))
-        )
-
-
-class Stream(StreamState):
-    """An answer as it is made: iterate over its Chunks, then ask for the `result`.
-
-    Leaving the loop early, `cancel`, `close` and leaving `with` cancel the call; the server then
-    frees it. One thread reads; any thread may cancel, and the reader then gets Cancelled.
-    """
-
-    def __init__(self, start: Callable[[float], Any], attempts: Attempts) -> None:
-        super().__init__(attempts)
-        self._start = start
-        self._stop = threading.Event()
-        self._call = start(attempts.remaining())
-
-    def __iter__(self) -> Iterator[Chunk]:
-        # A generator, so that `break` ends the call at once and not when the garbage collector
-        # comes.
-        try:
-            while (chunk := self._advance()) is not None:
-                yield chunk
-        finally:
-            self.cancel()
-
-    def __next__(self) -> Chunk:
-        chunk = self._advance()
-        if chunk is None:
-            raise StopIteration
-        return chunk
-
-    def result(self) -> Result:
-        """The complete answer; reads what is left of it. Raises what the stream raised."""
-        while not self._ended:
-            self._advance()
-        return self._outcome()
-
-    def cancel(self) -> None:
-        """End the call now, from any thread; nothing happens if it has ended."""
-        self._stop.set()
-        self._call.cancel()
-
-    close = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def _advance(self) -> Chunk | None:
-        """The next chunk; None when the answer has ended."""
-        while not self._ended:
-            try:
-                message = next(self._call, None)
-            except grpc.RpcError as exc:
-                self._again(self._delay_or_fail(exc, cancelled=self._stop.is_set()))
-                continue
-            try:
-                if message is None:
-                    self._complete(self._call.trailing_metadata())
-                elif (chunk := self._take(message)) is not None:
-                    return chunk
-            except Internal as error:
-                self._call.cancel()
-                raise self._fail(error) from None
-        return None
-
-    def _again(self, delay: float) -> None:
-        if self._stop.wait(delay):
-            raise self._fail(cancelled_by_caller())
-        try:
-            self._call = self._start(self._attempts.remaining())
-        except DraftwireError as error:
-            raise self._fail(error) from None
-        if self._stop.is_set():  # cancelled between the wait and the new call
-            self._call.cancel()
+        attempts = Attempts(self._config.retry, check_timeout(timeout, self._config.timeout))
+        return Stream(start, attempts, lambda: self._closed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from draftwire.channel import ChannelConfig
 from draftwire_client.errors import InvalidArgument
@@ -15,6 +16,7 @@ from draftwire_client.errors import InvalidArgument
 DEFAULT_TIMEOUT_S = 300.0
 CONTROL_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_POLICIES = ("round_robin", "pick_first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,27 @@ class KeepAliveConfig:
 
     def __post_init__(self) -> None:
         _positive("keep_alive.interval_s", self.interval_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBalancingConfig:
+    """How calls are spread where the target is a list or a DNS name, which may be several servers.
+
+    An answer stays on the server that began it.
+    """
+
+    policy: Literal["round_robin", "pick_first"] = "round_robin"
+    """round_robin: call by call over all servers; pick_first: all calls to the first that answers,
+    the next only when it is lost."""
+    health_checked: bool = True
+    """Round robin passes over servers whose health is not SERVING. Off for servers or proxies
+    without the standard health service."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in _POLICIES:
+            raise InvalidArgument(
+                "load_balancing.policy", self.policy, f"one of {', '.join(_POLICIES)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +104,12 @@ def channel_config(
     tls: TLSConfig | None,
     token: str | None,
     keep_alive: KeepAliveConfig,
+    load_balancing: LoadBalancingConfig,
     allow_insecure: bool,
     max_message_bytes: int,
 ) -> ChannelConfig:
     """The channel's settings."""
+    first = load_balancing.policy == "pick_first"
     files = tls or TLSConfig()
     return ChannelConfig(
         tls=tls is not None,
@@ -96,6 +121,9 @@ def channel_config(
         allow_insecure=allow_insecure,
         max_message_bytes=max_message_bytes,
         keepalive_s=keep_alive.interval_s,
+        # gRPC has no health checks under pick_first.
+        health_checked=load_balancing.health_checked and not first,
+        service_config={"loadBalancingConfig": [{"pick_first": {}}]} if first else {},
     )
 
 

@@ -16,6 +16,7 @@ from draftwire_client.config import (
     DEFAULT_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     KeepAliveConfig,
+    LoadBalancingConfig,
     RetryConfig,
     TLSConfig,
     channel_config,
@@ -54,6 +55,7 @@ class Connectable(abc.ABC):
         token: str | None = None,
         keep_alive: KeepAliveConfig | None = None,
         retry: RetryConfig | None = None,
+        load_balancing: LoadBalancingConfig | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         allow_insecure: bool = False,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -71,6 +73,7 @@ class Connectable(abc.ABC):
             tls=tls,
             token=token,
             keep_alive=keep_alive or KeepAliveConfig(),
+            load_balancing=load_balancing or LoadBalancingConfig(),
             allow_insecure=allow_insecure,
             max_message_bytes=max_message_bytes,
         )

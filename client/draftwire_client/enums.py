@@ -67,6 +67,9 @@ class BlockSizeReason(StrEnum):
     OFF = "off"
     NO_DRAFTER = "no_drafter"
     NO_MODEL = "no_model"
+    EMPTY = "empty"
+    NOT_WORTH = "not_worth"
+    PROBE = "probe"
 
 
 class LaneState(StrEnum):

@@ -41,11 +41,13 @@ __all__ = [
 
 UNREACHABLE = "UNREACHABLE"
 CONNECTION_LOST = "CONNECTION_LOST"
+DEADLINE_PASSED = "DEADLINE_PASSED"
+CANCELLED_BY_CALLER = "CANCELLED_BY_CALLER"
+CANCELLED_BY_SERVER = "CANCELLED_BY_SERVER"
 # A status made by gRPC itself carries no reason; these say what it means here.
 _OWN_REASONS = {
     grpc.StatusCode.UNAVAILABLE: UNREACHABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_PASSED",
-    grpc.StatusCode.CANCELLED: "CANCELLED_BY_CALLER",
+    grpc.StatusCode.DEADLINE_EXCEEDED: DEADLINE_PASSED,
 }
 _PARTIAL = "_draftwire_partial"
 
@@ -66,12 +68,24 @@ def describe(error: DraftwireError) -> str:
     return " ".join(line.split())
 
 
-def from_call(exc: grpc.RpcError, *, begun: bool = False) -> DraftwireError:
-    """The typed error of a failed call; `begun` tells whether the server had said anything.
+def from_call(
+    exc: grpc.RpcError, *, begun: bool = False, given_up: bool = False, late: bool = False
+) -> DraftwireError:
+    """The typed error of a failed call.
 
-    One that no server wrote has a reason of this package, never UNSPECIFIED.
+    `begun`: the server had said something; `given_up`: this end has cancelled the call or closed
+    its client; `late`: the deadline has passed. An error that no server wrote has a reason of this
+    package, never UNSPECIFIED.
     """
+    if given_up:
+        return cancelled_by_caller()
     error = from_rpc_error(exc)
+    if error.reason == UNSPECIFIED and error.code is grpc.StatusCode.CANCELLED:
+        # Nobody here cancelled: a server or a proxy dropped the call. Its clock may have counted
+        # the deadline out a little before this one's.
+        if late:
+            return DeadlineExceeded(DEADLINE_PASSED, "the deadline passed")
+        return Unavailable(CANCELLED_BY_SERVER, f"the server dropped the call: {error.message}")
     if error.reason == UNSPECIFIED:
         error.reason = _OWN_REASONS.get(error.code, error.code.name)
         if begun and error.reason == UNREACHABLE:
@@ -93,9 +107,7 @@ def with_partial(error: DraftwireError, partial: Partial) -> DraftwireError:
 
 def cancelled_by_caller() -> Cancelled:
     """The error of a call that its own caller cancelled."""
-    return Cancelled(
-        _OWN_REASONS[grpc.StatusCode.CANCELLED], "the call was cancelled by its caller"
-    )
+    return Cancelled(CANCELLED_BY_CALLER, "the call was cancelled by its caller")
 
 
 def client_closed() -> FailedPrecondition:

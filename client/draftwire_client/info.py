@@ -61,6 +61,18 @@ class LoadInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """A GPU as NVML tells it on the server; None: the device does not tell."""
+
+    index: int
+    utilization: float | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    power_watts: float | None
+    energy_joules: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Info:
     """What a verifier is and does; `config` is its effective configuration by flag name."""
 
@@ -74,3 +86,4 @@ class Info:
     lanes: tuple[LaneInfo, ...]
     load: LoadInfo
     totals: Acceptance
+    devices: tuple[DeviceInfo, ...] = ()

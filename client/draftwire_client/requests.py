@@ -7,6 +7,7 @@ refused here, with the same typed error.
 
 from __future__ import annotations
 
+import difflib
 import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,9 +88,10 @@ def _message(message: object) -> ChatMessage:
 def _with_options(options: Mapping[str, Any]) -> verifier_pb2.GenerateRequest:
     unknown = sorted(set(options) - _OPTION_NAMES)
     if unknown:
-        raise TypeError(
-            f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTION_NAMES))}"
-        )
+        close = difflib.get_close_matches(unknown[0], _OPTION_NAMES, 1)
+        meant = f"did you mean {close[0]!r}? K" if close else "k"
+        known = ", ".join(sorted(_OPTION_NAMES))
+        raise TypeError(f"unknown option {unknown[0]!r}; {meant}nown are {known}")
     request = verifier_pb2.GenerateRequest()
     for name, value in options.items():
         if value is not None and name in _SCALARS:
@@ -179,6 +181,14 @@ def _text(place: str, value: object) -> str:
     return value
 
 
+def _name(place: str, value: object) -> str:
+    """A text that stays on one line of a log."""
+    name = _text(place, value)
+    if not name.isprintable():
+        raise InvalidArgument(place, ascii(name), "printable characters")
+    return name
+
+
 def _texts(place: str, value: object) -> list[str]:
     if isinstance(value, str):
         return [_text(place, value)]
@@ -228,7 +238,7 @@ _SCALARS: dict[str, tuple[str, Callable[[str, object], object]]] = {
     "logprobs": ("output.logprobs", _bool),
     "top_logprobs": ("output.top_logprobs", _uint32),
     "skip_special_tokens": ("output.skip_special_tokens", _bool),
-    "request_id": ("request_id", _text),
+    "request_id": ("request_id", _name),
     "priority": ("priority", _integer(-(2**31), 2**31)),
 }
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from draftwire.v1 import types_pb2, verifier_pb2
 from draftwire_client import enums
-from draftwire_client.info import Info, LaneInfo, LoadInfo, ModelInfo
+from draftwire_client.info import DeviceInfo, Info, LaneInfo, LoadInfo, ModelInfo
 from draftwire_client.types import (
     Acceptance,
     BlockSizeCount,
@@ -178,7 +178,13 @@ def read_info(info: verifier_pb2.VerifierGetInfoResponse) -> Info:
             tokens=load.tokens,
         ),
         totals=read_acceptance(info.totals),
+        devices=tuple(_device(device) for device in info.devices),
     )
+
+
+def _device(device: types_pb2.DeviceInfo) -> DeviceInfo:
+    names = [name.name for name in device.DESCRIPTOR.fields if name.name != "index"]
+    return DeviceInfo(device.index, **{name: _given(device, name) for name in names})
 
 
 def _lane(lane: verifier_pb2.LaneInfo) -> LaneInfo:

@@ -169,3 +169,12 @@ def at(server: ScriptedVerifier, *arguments: str, **options: Any) -> Ran:
     """The command with that server as its target."""
     command, *rest = arguments
     return run(command, "--target", server.target, *rest, **options)
+
+
+async def eventually(check: Callable[[], bool]) -> None:
+    """Return when `check` says yes: for states that others settle. The test's time limit ends it
+    otherwise."""
+    while True:
+        if check():
+            return
+        await asyncio.sleep(0.01)

@@ -216,6 +216,7 @@ def test_info_carries_every_field_of_the_contract() -> None:
         load=verifier_pb2.LoadInfo(running=1, total_pages=9, page_size=16),
         totals=types_pb2.AcceptanceStats(rounds=7),
         draining=True,
+        devices=[types_pb2.DeviceInfo(index=3, utilization=0.0, power_watts=70.5)],
     )
     info = read_info(response)
     assert info.uptime_s == pytest.approx(3.5)
@@ -224,11 +225,15 @@ def test_info_carries_every_field_of_the_contract() -> None:
     assert info.lanes[0].state is LaneState.LOST
     assert info.lanes[0].round_trip_s == pytest.approx(0.002)
     assert (info.load.page_size, info.totals.rounds) == (16, 7)
+    device = info.devices[0]
+    assert (device.index, device.utilization) == (3, 0.0)
+    assert (device.power_watts, device.energy_joules) == (70.5, None)
     # A field added to the contract is missed here until the client reads it.
     for message, read in [
         (response.load, info.load),
         (response.lanes[0], info.lanes[0]),
         (response.model, info.model),
+        (response.devices[0], info.devices[0]),
     ]:
         names = {field.name for field in message.DESCRIPTOR.fields}
         assert names == {name.removesuffix("_s") for name in dataclass_names(read)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draftwire.errors import Internal
 from draftwire.v1 import types_pb2, verifier_pb2
 from draftwire_client import HealthStatus
 from draftwire_client.testing import ScriptedVerifier, ServerTLS
@@ -82,6 +83,7 @@ def test_info_is_for_people_or_json(serve: Serve) -> None:
                 target="127.0.0.1:7452", state=verifier_pb2.LANE_STATE_LOST, last_error="gone"
             ),
         ],
+        devices=[types_pb2.DeviceInfo(index=1, utilization=0.25, power_watts=90)],
         totals=types_pb2.AcceptanceStats(
             rounds=1,
             drafted_tokens=2,
@@ -96,10 +98,29 @@ def test_info_is_for_people_or_json(serve: Serve) -> None:
     assert shown.exit_code == 0
     for part in ("tiny (float32)", "ready", "random weights", "gone", "1.00 0.00", "listen"):
         assert part in shown.stdout
+    assert "25% busy, 90 W" in shown.stdout
     told = json.loads(at(server, "info", "--json").stdout)
     assert told["model"]["name"] == "tiny"
     assert told["lanes"][1]["state"] == "lost"
     assert "decoding is plain" in at(serve(), "info").stdout
+
+
+def test_with_json_an_error_is_an_object_on_stdout_and_a_line_on_stderr(serve: Serve) -> None:
+    server = serve(info=Internal("INTERNAL_ERROR", "see the log"))
+    failed = at(server, "info", "--json")
+    assert failed.exit_code == 1
+    assert json.loads(failed.stdout)["error"]["reason"] == "INTERNAL_ERROR"
+    assert failed.stderr == "INTERNAL_ERROR: see the log\n"
+    gone = run("health", "--target", closed_port(), "--json")
+    assert gone.exit_code == 3
+    assert json.loads(gone.stdout)["error"]["code"] == "UNAVAILABLE"
+
+
+def test_what_a_server_says_of_itself_moves_no_cursor(serve: Serve) -> None:
+    lane = verifier_pb2.LaneInfo(target="d:1", drafter_name="\x1b[2J", last_error="a\nb")
+    shown = at(serve(info=verifier_pb2.VerifierGetInfoResponse(lanes=[lane])), "info").stdout
+    assert "\x1b" not in shown
+    assert "a\\nb" in shown
 
 
 def test_target_and_token_come_from_the_environment_and_the_scoped_name_wins(

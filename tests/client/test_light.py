@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "numpy", "transformers", "triton", "draftwire_kernels", "rich"}
+HEAVY = {"torch", "numpy", "transformers", "triton", "draftwire_kernels", "rich", "opentelemetry"}
 
 
 @pytest.mark.parametrize(

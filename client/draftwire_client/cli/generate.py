@@ -15,9 +15,9 @@ from draftwire_client.cli.options import (
     request_options,
 )
 from draftwire_client.cli.texts import read_prompt
-from draftwire_client.client import Stream
 from draftwire_client.enums import FinishReason
 from draftwire_client.errors import DraftwireError, partial_of
+from draftwire_client.stream import Stream
 from draftwire_client.types import Result
 
 _CUT_SHORT = {

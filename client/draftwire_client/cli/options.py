@@ -132,20 +132,30 @@ def check_environment() -> None:
 
 def open_client(options: dict[str, Any]) -> Client:
     """The client that the connection options describe; takes them out of `options`."""
+    timeout = options["timeout"]
+    given = connect_arguments(options)
+    options["timeout"] = timeout
+    try:
+        return Client.connect(**given)
+    except DraftwireError as error:
+        raise BadUsage(describe(error)) from error
+
+
+def connect_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `connect` from the connection options, which are taken out of `options`."""
     given = {name: options.pop(name) for name in _connection_names()}
     timeout = given["timeout"]
-    options["timeout"] = timeout
     files = (given["tls_ca"], given["tls_cert"], given["tls_key"], given["tls_server_name"])
     try:
         tls = TLSConfig(ca=files[0], cert=files[1], key=files[2], server_name=files[3])
-        return Client.connect(
-            given["target"],
-            tls=tls if given["tls"] or any(files) else None,
-            token=_token(given["token"], given["token_file"]),
-            retry=RetryConfig(max_attempts=given["retries"] + 1),
-            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT_S,
-            allow_insecure=given["allow_insecure"],
-        )
+        return {
+            "target": given["target"],
+            "tls": tls if given["tls"] or any(files) else None,
+            "token": _token(given["token"], given["token_file"]),
+            "retry": RetryConfig(max_attempts=given["retries"] + 1),
+            "timeout": timeout if timeout is not None else DEFAULT_TIMEOUT_S,
+            "allow_insecure": given["allow_insecure"],
+        }
     except DraftwireError as error:
         raise BadUsage(describe(error)) from error
 

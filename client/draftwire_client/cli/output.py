@@ -5,10 +5,11 @@ Knows that answers go to stdout and everything about them to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -19,13 +20,13 @@ from draftwire_client.types import Acceptance, Chunk, Partial, Result
 
 def to_json(value: object) -> str:
     """One line of JSON. Numbers that JSON does not have become null."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def result_object(result: Result) -> dict[str, Any]:
     """A Result with its derived numbers."""
     return {
-        **_plain(result),
+        **plain(result),
         "tokens_per_s": result.tokens_per_s,
         "decode_tokens_per_s": result.decode_tokens_per_s,
     }
@@ -33,7 +34,7 @@ def result_object(result: Result) -> dict[str, Any]:
 
 def chunk_line(chunk: Chunk) -> str:
     """A Chunk as an event."""
-    return to_json({"event": "chunk", **_plain(chunk)})
+    return to_json({"event": "chunk", **plain(chunk)})
 
 
 def result_line(result: Result) -> str:
@@ -51,8 +52,19 @@ def error_object(error: DraftwireError) -> dict[str, Any]:
             "message": error.message,
             "metadata": error.metadata,
         },
-        "partial": None if partial is None else _plain(partial),
+        "partial": None if partial is None else plain(partial),
     }
+
+
+@contextlib.contextmanager
+def errors(as_json: bool) -> Iterator[None]:
+    """With `as_json`, an error of the block is printed as an object too, on its way up."""
+    try:
+        yield
+    except DraftwireError as error:
+        if as_json:
+            say(to_json(error_object(error)))
+        raise
 
 
 def statistics(result: Result) -> str:
@@ -109,16 +121,16 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Dataclasses, tuples and mappings as what JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

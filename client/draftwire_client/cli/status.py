@@ -26,7 +26,8 @@ def health(service: str, as_json: bool, **options: Any) -> None:
     """
     with open_client(options) as client:
         try:
-            status = client.health(service, timeout=options["timeout"])
+            with output.errors(as_json):
+                status = client.health(service, timeout=options["timeout"])
         except DeadlineExceeded as error:
             raise NoConnection(describe(error)) from error
     word = status.name
@@ -39,9 +40,13 @@ def health(service: str, as_json: bool, **options: Any) -> None:
 @connection_options
 def info(as_json: bool, **options: Any) -> None:
     """Show the target model, load, drafter lanes, acceptance and configuration."""
-    with open_client(options) as client:
+    from draftwire.logs import printable  # needs more than the other commands do
+
+    with open_client(options) as client, output.errors(as_json):
         found = client.info(timeout=options["timeout"])
-    output.say(output.to_json(found) if as_json else "\n".join(info_lines(found)))
+    # What a server says must not move the cursor of who asked.
+    lines = (printable(line) for line in info_lines(found))
+    output.say(output.to_json(found) if as_json else "\n".join(lines))
 
 
 def info_lines(info: Info) -> Iterator[str]:
@@ -72,6 +77,10 @@ def info_lines(info: Info) -> Iterator[str]:
     yield from (
         f"               {lane.target}: {lane.last_error}" for lane in info.lanes if lane.last_error
     )
+    for device in info.devices:
+        busy = "-" if device.utilization is None else f"{device.utilization:.0%} busy"
+        power = "" if device.power_watts is None else f", {device.power_watts:.0f} W"
+        yield f"gpu {device.index:<10} {busy}{power}"
     if info.config:
         yield "configuration"
         yield from _table([(name, value) for name, value in sorted(info.config.items())])

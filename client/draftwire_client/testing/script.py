@@ -1,6 +1,6 @@
 """What a scripted verifier says: replies as lists of steps.
 
-Knows the contract's messages and the statistics that fit the steps. Does not know gRPC.
+Knows the contract's messages and the statistics that fit the steps. Does not know calls.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self
+
+import grpc
 
 from draftwire.errors import DraftwireError
 from draftwire.v1 import types_pb2, verifier_pb2
@@ -50,6 +52,14 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Abort:
+    """End with a bare status, without reason, as gRPC itself or a proxy makes one."""
+
+    code: grpc.StatusCode
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Send Finished and end."""
 
@@ -69,12 +79,12 @@ class Cut:
     """End with status OK and without Finished, which no verifier does."""
 
 
-Step = Start | Say | Pause | Hold | Fail | Finish | Send | Cut
+Step = Start | Say | Pause | Hold | Fail | Abort | Finish | Send | Cut
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer. Without Fail, Finish or Cut as last step it ends with Finish()."""
+    """One answer. Without Fail, Abort, Finish or Cut as last step it ends with Finish()."""
 
     steps: tuple[Step, ...]
     prompt_tokens: int = 1
@@ -95,7 +105,7 @@ class Reply:
         first_delay_s: float = 0.0,
         chunk_delay_s: float = 0.0,
         logprob: float | None = None,
-        end: Finish | Fail | Hold | Cut | None = None,
+        end: Finish | Fail | Abort | Hold | Cut | None = None,
     ) -> Self:
         """A text in chunks of so many tokens; a token is a byte of UTF-8, and none is split.
 

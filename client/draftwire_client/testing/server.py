@@ -28,6 +28,7 @@ from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 from draftwire_client.enums import HealthStatus
 from draftwire_client.responses import ACCEPTANCE_TRAILER, USAGE_TRAILER
 from draftwire_client.testing.script import (
+    Abort,
     Cut,
     Fail,
     Finish,
@@ -42,6 +43,7 @@ from draftwire_client.testing.script import (
 
 SERVICE = "draftwire.v1.Verifier"
 Script = Reply | Callable[[verifier_pb2.GenerateRequest], Reply]
+About = verifier_pb2.VerifierGetInfoResponse | DraftwireError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ReceivedCall:
     cancelled: bool = False
     """After the end: the client left, or its deadline passed, before the reply was over."""
     _gone: threading.Event = field(default_factory=threading.Event)
+    # What Hold waits for. One for each call: hundreds that shared one would wake one another.
+    _go_on: threading.Event = field(default_factory=threading.Event)
     _over: bool = False
 
     @property
@@ -79,6 +83,7 @@ class ReceivedCall:
     def _end(self) -> None:
         self.cancelled = not self._over
         self._gone.set()
+        self._go_on.set()
 
 
 class ScriptedVerifier:
@@ -94,10 +99,13 @@ class ScriptedVerifier:
         listen: str = "127.0.0.1:0",
         tls: ServerTLS | None = None,
         token: str | None = None,
-        info: verifier_pb2.VerifierGetInfoResponse | DraftwireError | None = None,
+        info: About | Callable[[], About] | None = None,
         max_calls: int = 64,
     ) -> None:
-        """`token` is asked of every call but health; `max_calls` run at a time, others wait."""
+        """`token` is asked of every call but health; `max_calls` run at a time, others wait.
+
+        `info` is what GetInfo answers, or a function that is asked each time.
+        """
         wire = WireConfig(
             listen=listen,
             tls_cert=tls.cert if tls else None,
@@ -108,7 +116,7 @@ class ScriptedVerifier:
         self.calls: list[ReceivedCall] = []
         """Generate calls in the order of their arrival."""
         self._replies: Sequence[Script] = replies or (Reply.of("Hello, world."),)
-        self._info = info if info is not None else verifier_pb2.VerifierGetInfoResponse()
+        self._info = verifier_pb2.VerifierGetInfoResponse() if info is None else info
         self._tokens = TokenCheck([token]) if token is not None else None
         self._changed = threading.Condition()
         self._released = False
@@ -140,7 +148,8 @@ class ScriptedVerifier:
         """Let every Hold step, now and later, go on."""
         with self._changed:
             self._released = True
-            self._changed.notify_all()
+            for call in self.calls:
+                call._go_on.set()
 
     def wait_for_calls(self, count: int, timeout: float = 10.0) -> list[ReceivedCall]:
         """The first `count` calls, once they have arrived. Raises TimeoutError."""
@@ -176,6 +185,8 @@ class ScriptedVerifier:
 
         with self._changed:
             self.calls.append(call)
+            if self._released:
+                call._go_on.set()
             self._changed.notify_all()
         if not context.add_callback(ended):
             ended()
@@ -184,10 +195,6 @@ class ScriptedVerifier:
     def _reply(self, request: verifier_pb2.GenerateRequest, call: ReceivedCall) -> Reply:
         script = self._replies[min(self.calls.index(call), len(self._replies) - 1)]
         return script if isinstance(script, Reply) else script(request)
-
-    def _hold(self, call: ReceivedCall) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._released or call.ended)
 
     def _check_token(self, context: Any) -> None:
         if self._tokens is not None and not self._tokens.allows(context.invocation_metadata()):
@@ -202,9 +209,11 @@ class _Servicer(verifier_pb2_grpc.VerifierServicer):
 
     def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierGetInfoResponse:
         self._owner._check_token(context)
-        if isinstance(self._owner._info, DraftwireError):
-            _abort(context, self._owner._info)
-        return self._owner._info
+        info = self._owner._info
+        about = info() if callable(info) else info
+        if isinstance(about, DraftwireError):
+            _abort(context, about)
+        return about
 
     def Generate(
         self, request: verifier_pb2.GenerateRequest, context: Any
@@ -227,8 +236,8 @@ class _Servicer(verifier_pb2_grpc.VerifierServicer):
                 case Pause():
                     call.wait_ended(step.seconds)
                 case Hold():
-                    self._owner._hold(call)
-                case Fail() | Finish() | Cut():
+                    call._go_on.wait()
+                case Fail() | Abort() | Finish() | Cut():
                     yield from _end(step, call, reply, context)
                     return
             if call.ended:
@@ -258,6 +267,9 @@ def _end(
             )
         )
     call._over = True
+    if isinstance(step, Abort):
+        context.set_trailing_metadata(trailers)
+        context.abort(step.code, step.message)
     if isinstance(step, Fail):
         _abort(context, step.error, trailers, step.retry_after_s)
     context.set_trailing_metadata(trailers)
