@@ -37,13 +37,15 @@ from draftwire.v1 import types_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire_client.demo import drafter_arguments, service
 
 PLAIN, FAST = "plain, invariant", "plain, fast"
+FIXED = {"mode": types_pb2.SPECULATION_MODE_FIXED}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     PLAIN: ("invariant", OFF),
     FAST: ("fast", OFF),
-    "speculative, invariant, 3 nodes": ("invariant", {"max_nodes": 3}),
-    "speculative, invariant, 7 nodes": ("invariant", {"max_nodes": 7}),
-    "speculative, invariant, 15 nodes": ("invariant", {"max_nodes": 15}),
-    "speculative, fast, 15 nodes": ("fast", {"max_nodes": 15}),
+    "speculative, invariant, 3 nodes": ("invariant", FIXED | {"max_nodes": 3}),
+    "speculative, invariant, 7 nodes": ("invariant", FIXED | {"max_nodes": 7}),
+    "speculative, invariant, 15 nodes": ("invariant", FIXED | {"max_nodes": 15}),
+    "adaptive, invariant": ("invariant", {"mode": types_pb2.SPECULATION_MODE_ADAPTIVE}),
+    "speculative, fast, 15 nodes": ("fast", FIXED | {"max_nodes": 15}),
 }
 
 

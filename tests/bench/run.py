@@ -14,7 +14,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("engine_placement", "pair_loop", "concurrency", "demo_speed", "same_tokens")
+NAMES = (
+    "engine_placement",
+    "pair_loop",
+    "concurrency",
+    "demo_speed",
+    "same_tokens",
+    "loadtest_selftest",
+)
 
 
 def main() -> int:
