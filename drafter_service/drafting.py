@@ -16,17 +16,13 @@ import torch
 from drafter_service.bed import Bed, Ints, last_two
 from drafter_service.block_size import BlockSize
 from drafter_service.cache import Context, ContextPool
-from drafter_service.calibration import Regime
+from drafter_service.calibration import Regime, candidates
 from drafter_service.conditioned import PathCondition
 from drafter_service.messages import Proposal, Reason
 from drafter_service.model import Block, Candidates, DraftModel, LogitBias
 from drafter_service.ranking import noise_at, plant
 from drafter_service.session import Session
 from drafter_service.tree import Part, Tree
-
-# Candidates looked at in each slot: the token that the target draws is among 64 in nearly every
-# round.
-CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +130,8 @@ def _run(model: DraftModel, pool: ContextPool, jobs: Sequence[Job]) -> _Found:
         if job.session.sampling.logit_bias:
             biases.append(_bias(job, first, first + job.slots, device))
         first += job.slots
-    return _Found(slots, model.candidates(slots, CANDIDATES, weights, biases), biases, prior)
+    width = max(candidates(job.session.sampling.temperature) for job in jobs)
+    return _Found(slots, model.candidates(slots, width, weights, biases), biases, prior)
 
 
 def _bias(job: Job, first: int, end: int, device: torch.device) -> LogitBias:
@@ -170,6 +167,9 @@ def _bed(model: DraftModel, jobs: Sequence[Job], found: _Found | None) -> Bed:
         ids[used] = found.candidates.ids.cpu().numpy()
         logits[used] = found.candidates.logits.cpu().numpy()
         log_prior[slots > 0] = found.log_prior.float().cpu().numpy()
+    for row, job in enumerate(jobs):
+        # There may be more of them, for another session of the batch.
+        logits[row, ..., candidates(job.session.sampling.temperature) :] = -np.inf
     return Bed(
         ids=ids,
         logits=np.ascontiguousarray(logits.transpose(0, 2, 1, 3)),

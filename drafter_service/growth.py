@@ -167,6 +167,7 @@ class Grower:
         else:
             tokens = frontier.ints[rows, _TOKEN]
             logits = self.condition(level, sessions, tokens, frontier.before[rows])
+            logits = np.where(bed.logits[sessions, :, level] > -np.inf, logits, -np.inf)
         log_q = log_softmax(logits / self._scale[sessions])
         if log_q.shape[1] == 1:
             mixed = log_q[:, 0]

@@ -48,6 +48,7 @@ class TargetHost:
         """`kernels`: Triton's for attention and acceptance (auto: on CUDA), or the reference."""
         self.model = model.eval()
         config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        self._config = config
         self.hidden_size = int(config.hidden_size)
         self.num_layers = int(config.num_hidden_layers)
         self.num_heads = int(config.num_attention_heads)
@@ -97,6 +98,12 @@ class TargetHost:
     def step(self, feeds: Sequence[Feed], store: PagedStore) -> StepOutput:
         """Run `feeds` through the model as one packed step: writes KV and features to `store`,
         returns the logits wanted."""
+        if self._config._attn_implementation != attention.IMPLEMENTATION:
+            # Any other would look at this step's rows alone, and say nothing.
+            raise RuntimeError(
+                f"the target's attention is {self._config._attn_implementation}, not "
+                f"{attention.IMPLEMENTATION}"
+            )
         packed = pack(
             feeds,
             self.plan.buckets,

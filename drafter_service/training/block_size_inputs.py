@@ -20,7 +20,6 @@ class PromptReader:
     def __init__(self, model: Any, layers: Sequence[int], vocab_size: int) -> None:
         """`model`: the target as transformers has it; `layers`: the drafter's feature layers."""
         self._model, self._layers, self._vocab_size = model, tuple(layers), vocab_size
-        model.set_attn_implementation("sdpa")
         self._body = model.get_decoder()
         self._head = model.get_output_embeddings()
 
@@ -34,10 +33,13 @@ class PromptReader:
             self._body.layers[layer].register_forward_hook(_keeper(caught, layer))
             for layer in self._layers
         ]
+        before = self._model.config._attn_implementation
+        self._model.set_attn_implementation("sdpa")
         try:
             ids = torch.tensor([list(tokens)], device=self._model.device)
             hidden = self._body(input_ids=ids, use_cache=False).last_hidden_state[0, -1:]
         finally:
+            self._model.set_attn_implementation(before)  # the engine's attention reads pages
             for hook in hooks:
                 hook.remove()
         logits = self._head(hidden)[0, : self._vocab_size].float()

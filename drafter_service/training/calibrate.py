@@ -17,7 +17,7 @@ import torch
 
 from drafter_service import checkpoint
 from drafter_service.bed import Ints
-from drafter_service.calibration import Calibration
+from drafter_service.calibration import SAMPLED_CANDIDATES, Calibration
 from drafter_service.growth import NGRAM_TOKENS
 from drafter_service.ngram import NgramIndex
 from drafter_service.training.blocks import collate, draw_anchors
@@ -25,7 +25,7 @@ from drafter_service.training.calibration_fit import SAMPLINGS, Sites, fit, reli
 from drafter_service.training.categories import category_temperatures, with_categories
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
-from drafter_service.training.offline import CANDIDATES, drafts_of
+from drafter_service.training.offline import drafts_of
 from drafter_service.training.order import held_out, spread
 from drafter_service.training.start import FrozenTarget
 from draftwire.config import ConfigError, setting
@@ -126,7 +126,7 @@ def sites_of(
         at = (batch.anchors[0][:, None] + torch.arange(1, size)).view(-1)
         used = at < len(trajectory.tokens)
         rows, at = rows[used], at[used]
-        found = model.candidates(rows, CANDIDATES)
+        found = model.candidates(rows, SAMPLED_CANDIDATES)
         logits = found.logits[:, 0]
         if model.path_head is not None:
             parent = model.embed(trajectory.tokens[at - 1])

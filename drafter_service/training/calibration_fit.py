@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from drafter_service.bed import Floats, Ints, Reals, log_softmax
-from drafter_service.calibration import DEFAULTS, HIGHEST, NGRAM_LENGTHS, Regime
+from drafter_service.calibration import DEFAULTS, HIGHEST, NGRAM_LENGTHS, Regime, candidates
 from drafter_service.growth import NGRAM_TOKENS
 from draftwire_kernels.noise import gumbel_rows
 
@@ -74,6 +74,11 @@ class Sites:
     def take(self, chosen: Any) -> Sites:
         """Some rows."""
         return Sites(*(getattr(self, name)[chosen] for name in Sites.__slots__))
+
+    def seen(self, sampling: Sampling) -> Sites:
+        """With the candidates that are looked at under a way of sampling."""
+        width = candidates(sampling.temperature)
+        return replace(self, ids=self.ids[:, :width], logits=self.logits[:, :width])
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -138,6 +143,7 @@ def fit(sites: Sites, sampling: Sampling, *, coupled: bool) -> Regime:
         filtered=sampling.filtered,
         coupled=coupled and sampling.temperature > 0,
     )
+    sites = sites.seen(sampling)
     drawn = draws(sites, sampling, coupled=coupled)
     owed = np.ones(len(sites))
     for _ in range(3):
@@ -238,6 +244,7 @@ def _rising(values: Reals, weights: Reals) -> Reals:
 
 def reliability(sites: Sites, sampling: Sampling, regime: Regime) -> list[dict[str, float]]:
     """Nodes by the chance they carry: how many, the mean chance and the share that was drawn."""
+    sites = sites.seen(sampling)
     drawn = draws(sites, sampling, coupled=regime.coupled)
     chances = model_chances(sites, drawn, regime)
     left = np.ones(len(sites))

@@ -6,6 +6,7 @@ tokens at every position. Does not know how they are used.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,18 +82,33 @@ class Capture:
             if not 0 <= layer < host.num_layers:
                 raise ConfigError("--layers", layer, f"below the target's {host.num_layers}")
         model: Any = host.model
-        model.set_attn_implementation("sdpa")
         self._body = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._caught: dict[int, torch.Tensor] = {}
-        for layer in self._layers:
-            self._body.layers[layer].register_forward_hook(self._keep(layer))
 
     def _keep(self, layer: int) -> Callable[[Any, Any, Any], None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             self._caught[layer] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """The model with plain attention and our hooks; afterwards as it was, for the engine's
+        attention reads pages."""
+        model: Any = self._target.host.model
+        before = model.config._attn_implementation
+        hooks = [
+            self._body.layers[layer].register_forward_hook(self._keep(layer))
+            for layer in self._layers
+        ]
+        model.set_attn_implementation("sdpa")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+            for hook in hooks:
+                hook.remove()
 
     @torch.inference_mode()
     def run(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,7 +117,8 @@ class Capture:
         """
         host = self._target.host
         ids = torch.tensor([list(tokens)], device=host.device)
-        hidden = self._body(input_ids=ids, use_cache=False).last_hidden_state[0]
+        with self._borrowed():
+            hidden = self._body(input_ids=ids, use_cache=False).last_hidden_state[0]
         features = torch.cat([self._caught[layer][0] for layer in self._layers], dim=-1)
         self._caught.clear()
         tops = [

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from drafter_service.bed import Bed, Floats, Ints, last_two, log_softmax
 from drafter_service.calibration import Calibration
+from drafter_service.calibration import candidates as likeliest
 from drafter_service.conditioned import PathCondition
 from drafter_service.model import DraftModel
 from drafter_service.ngram import NgramIndex
@@ -26,8 +28,6 @@ from drafter_service.training.blocks import candidates, collate
 from drafter_service.training.features import Trajectory
 from drafter_service.training.network import BlockNetwork
 from drafter_service.tree import Part, Tree
-
-CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ def drafts_of(
     model: DraftModel = network.model
     anchors = list(candidates(trajectory, prompts=False))
     branches, slots = model.config.branches, block_size - 1
+    width = likeliest(trajectory.response.temperature)
     parts = []
     for begin in range(0, len(anchors), at_once):
         some = anchors[begin : begin + at_once]
@@ -116,7 +117,7 @@ def drafts_of(
         prior = model.log_prior(hidden[:, 0]).float()
         rows = model.expand(hidden[:, 1:].reshape(len(some) * slots, -1))
         weights = prior.repeat_interleave(slots, dim=0) if branches > 1 else None
-        found = model.candidates(rows, CANDIDATES, weights)
+        found = model.candidates(rows, width, weights)
         parts.append(
             (
                 rows.view(len(some), slots, branches, -1).cpu().numpy(),
@@ -203,8 +204,11 @@ def _trees(
 ) -> list[Tree]:
     """The proposals of one round."""
     at = [course.at - course.drafts.first for course in courses]
-    ids = np.stack([course.drafts.ids[i] for course, i in zip(courses, at, strict=True)])
-    logits = np.stack([course.drafts.logits[i] for course, i in zip(courses, at, strict=True)])
+    width = max(course.drafts.ids.shape[2] for course in courses)
+    ids = np.stack([_wide(c.drafts.ids[i], width, 0) for c, i in zip(courses, at, strict=True)])
+    logits = np.stack(
+        [_wide(c.drafts.logits[i], width, -np.inf) for c, i in zip(courses, at, strict=True)]
+    )
     prior = np.stack([course.drafts.log_prior[i] for course, i in zip(courses, at, strict=True)])
     hidden = torch.stack([course.drafts.hidden[i] for course, i in zip(courses, at, strict=True)])
     n, slots, branches, _ = logits.shape
@@ -241,6 +245,12 @@ def _trees(
         flat = torch.from_numpy(ids.reshape(n * slots, -1)).to(model.device)
         condition = PathCondition(model, rows, flat, np.arange(n) * slots)
     return plant(bed, [mode.parts] * n, condition)
+
+
+def _wide(values: np.ndarray[Any, Any], width: int, filling: float) -> np.ndarray[Any, Any]:
+    """Padded along the last axis."""
+    missing = [(0, 0)] * (values.ndim - 1) + [(0, width - values.shape[-1])]
+    return np.pad(values, missing, constant_values=filling) if missing[-1][1] else values
 
 
 def walk(tree: Tree, truth: Sequence[int]) -> int:

@@ -116,18 +116,23 @@ def dry_run(work: Path, shapes: dict[str, Any], *, layers: int, threads: int) ->
         rows = [{"id": f"{name}/{i}", "turns": [f"{name} question {i}?"]} for i in range(count)]
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train = "drafter_service.training"
-    verifier = steps.start(
-        "verifier_service", "--model", str(target), "--listen", "127.0.0.1:0",
-        "--max-context", "512",
-    )  # fmt: skip
-    verifier.terminate()
-    verifier.wait()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     drawn = ("--recipes", "1:1:20:0.95", "--max-tokens", "24", "--sessions", "4")
-    for name, into in (("prompts", "answers"), ("held-out", "held-out-answers")):
-        steps.run(
-            train, "generate", "--target", str(target), "--prompts", str(work / f"{name}.jsonl"),
-            "--out", str(work / into), *drawn,
-        )  # fmt: skip
+    verifier = steps.start(
+        "verifier_service", "--model", str(target), "--listen", address, "--max-context", "512"
+    )
+    try:
+        for name, into in (("prompts", "answers"), ("held-out", "held-out-answers")):
+            steps.run(
+                train, "generate", "--verifier", address, "--target", str(target), "--prompts",
+                str(work / f"{name}.jsonl"), "--out", str(work / into), *drawn,
+            )  # fmt: skip
+    finally:
+        verifier.terminate()
+        verifier.wait()
+    for into in ("answers", "held-out-answers"):
         steps.run(
             train, "features", "--data", str(work / into), "--target", str(target),
             "--out", str(work / f"{into}-features"), "--count", "1",

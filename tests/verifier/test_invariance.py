@@ -167,3 +167,14 @@ def test_a_prompt_piece_is_never_longer_than_what_attention_was_certified_for(
     assert service.engine is not None
     plan = service.engine.host.plan
     assert service.engine.scheduler.budgets.prefill_rows == plan.attention_rows[-1]
+
+
+def test_a_model_whose_attention_was_changed_is_not_stepped_with_it(tmp_path: Path) -> None:
+    host = TargetHost(load_model(resolve(str(tiny_target(tmp_path))), torch.float32, "cpu"))
+    pool = PagePool(8, 16)
+    store = PagedStore(pool, host.cache_shape, torch.float32, torch.device("cpu"))
+    feed = Feed([5], 0, np.arange(16, 32), None, (0,))
+    host.step([feed], store)
+    host.model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="attention is sdpa"):
+        host.step([feed], store)
