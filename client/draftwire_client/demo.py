@@ -113,11 +113,11 @@ def main() -> int:
             ["verifier_service", "--model", TARGET, "--drafters", drafter], "the verifier"
         ) as verifier,
     ):
-        ask(verifier, "Hi", speculation="fixed", max_tokens=4, show=False)  # both sides warm
+        ask(verifier, "Hi", speculation="adaptive", max_tokens=4, show=False)  # both sides warm
         for kind, prompt in PROMPTS:
             say(f"\n--- {kind}: {prompt}")
             fast = ask(
-                verifier, prompt, speculation="fixed", max_tokens=options.max_tokens, show=True
+                verifier, prompt, speculation="adaptive", max_tokens=options.max_tokens, show=True
             )
             plain = ask(
                 verifier, prompt, speculation="off", max_tokens=options.max_tokens, show=False
