@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,15 @@ def test_a_run_remembers_its_targets_hashes_and_layers(
 def test_features_and_likely_tokens_are_those_of_the_plain_model(tiny: Target) -> None:
     tokens = list(range(30, 55))
     features, top_ids, top_logprobs = Capture(tiny, kit.LAYERS, 8).run(tokens)
-    with torch.inference_mode():
-        output = tiny.host.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    model: Any = tiny.host.model
+    before = model.config._attn_implementation
+    assert before == "draftwire_paged"  # the capture gave the model back as it was
+    model.set_attn_implementation("sdpa")
+    try:
+        with torch.inference_mode():
+            output = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
     wanted = torch.cat([output.hidden_states[layer + 1][0] for layer in kit.LAYERS], dim=-1)
     torch.testing.assert_close(features.float(), wanted, atol=2e-2, rtol=1e-2)
     logprobs = torch.log_softmax(output.logits[0, :, : tiny.vocab_size], dim=-1)
