@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,12 +132,35 @@ def prometheus_config(ports: Ports) -> str:
 
 def up(wanted: Sequence[Part], folder: Path, limit_s: float = START_LIMIT_S) -> None:
     """Start what does not run, all at once, and wait until each serves. Raises StartFailed."""
+    with _alone(folder):
+        _up(wanted, folder, limit_s)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two at once would both find nothing running, and one would forget the other's processes."""
+    with (folder / "up.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartFailed(f"another `up` of {folder} is under way") from None
+        yield
+
+
+def _up(wanted: Sequence[Part], folder: Path, limit_s: float) -> None:
     started: list[str] = []
     try:
         for part in wanted:
             if running(folder, part.name) is None:
-                _start(part, folder)
+                if part.serves():
+                    raise StartFailed(
+                        f"{part.name}: another process serves {part.address}; stop it, or choose "
+                        "another port"
+                    )
                 started.append(part.name)
+                _start(part, folder)
+            elif _started_as(folder, part.name) != shlex.join(part.command):
+                raise StartFailed(f"{part.name} runs with other settings: `make down` first")
         end = time.monotonic() + limit_s
         for part in wanted:
             _await(part, folder, end)
@@ -157,7 +182,8 @@ def _start(part: Part, folder: Path) -> None:
             cwd=ROOT,
             start_new_session=True,  # Ctrl-C of the shell that ran `make up` is not theirs
         )
-    (folder / f"{part.name}.pid").write_text(f"{process.pid} {_birth(process.pid)}\n")
+    about = f"{process.pid} {_birth(process.pid)}\n{shlex.join(part.command)}\n"
+    (folder / f"{part.name}.pid").write_text(about, encoding="utf-8")
 
 
 def _await(part: Part, folder: Path, end: float) -> None:
@@ -188,12 +214,25 @@ def down(names: Sequence[str], folder: Path, limit_s: float = STOP_LIMIT_S) -> N
 def running(folder: Path, name: str) -> int | None:
     """Process id of a part that was started here and lives; a reused number is not taken for it."""
     try:
-        pid, birth = (folder / f"{name}.pid").read_text().split()
-    except (FileNotFoundError, ValueError):
+        number, birth = _about(folder, name)[0].split()
+        pid = int(number)
+    except (FileNotFoundError, ValueError, IndexError):
+        return None
+    if pid < 1:  # 0 and below are groups of processes
         return None
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(int(pid), os.WNOHANG)
-    return int(pid) if _birth(int(pid)) == birth else None
+        os.waitpid(pid, os.WNOHANG)
+    return pid if _birth(pid) == birth else None
+
+
+def _started_as(folder: Path, name: str) -> str:
+    """The command of a part that runs."""
+    return _about(folder, name)[-1]
+
+
+def _about(folder: Path, name: str) -> list[str]:
+    text = (folder / f"{name}.pid").read_text(encoding="utf-8", errors="replace")
+    return text.rstrip("\n").split("\n")
 
 
 def _birth(pid: int) -> str:
@@ -214,7 +253,7 @@ def _healthy(port: int, service: str) -> bool:
     from draftwire_client import Client, DraftwireError, HealthStatus, RetryConfig
 
     retry = RetryConfig(max_attempts=1)
-    with Client.connect(f"127.0.0.1:{port}", retry=retry, timeout=5.0) as client:
+    with Client.connect(f"127.0.0.1:{port}", retry=retry, timeout=2.0) as client:
         try:
             return client.health(service) is HealthStatus.SERVING
         except DraftwireError:

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafter_service import predictor
+from drafter_service.config_fields import read_object
 from drafter_service.draft_config import CheckpointError, DraftConfig, parse
 from drafter_service.model import DraftModel
 from drafter_service.pathhead import PREFIX
 from drafter_service.random_weights import random_model, raw_config_for
+from drafter_service.weights_file import weights_file
 from draftwire.models import PACKAGE_PREFIX
 
 CONFIG_FILE = "config.json"
@@ -174,16 +175,7 @@ def sha256_of(model: DraftModel, *, head: bool = True) -> str:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The JSON object in `folder`/config.json. Raises CheckpointError."""
-    path = folder / CONFIG_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(CONFIG_FILE, "missing", f"in the folder {folder.name}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(CONFIG_FILE, error, "a JSON object") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(CONFIG_FILE, type(content).__name__, "a JSON object")
-    return content
+    return read_object(folder, CONFIG_FILE)
 
 
 def _folder(source: str, *, weights: bool, revision: str | None = None) -> Path:
@@ -226,7 +218,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError("weights", folder.name, "a folder with .safetensors files")
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt", device="cpu") as opened:
+        with weights_file(path) as opened:
             for original in opened.keys():  # noqa: SIM118 - not a mapping
                 name = _public_name(original)
                 if _IGNORED.search(name):

@@ -6,13 +6,13 @@ run. Does not know tensors, files or devices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from drafter_service.calibration import UNCALIBRATED, Calibration
 from drafter_service.calibration import parse as parse_calibration
+from drafter_service.config_fields import both, number, object_in, positive
 from drafter_service.refusal import CheckpointError as CheckpointError
 
 FULL = "full_attention"
@@ -100,48 +100,50 @@ def default_target_layers(count: int, num_target_layers: int) -> tuple[int, ...]
 def parse(raw: Mapping[str, Any]) -> DraftConfig:
     """Read the content of a config.json. Raises CheckpointError naming the field."""
     _refuse_unknown_kinds(raw)
-    inner = _inner(raw)
-    hidden = _positive(raw, "hidden_size")
-    heads = _positive(raw, "num_attention_heads")
-    kv_heads = _positive(raw, "num_key_value_heads", heads)
-    head_dim = _positive(raw, "head_dim", hidden // heads)
+    inner = object_in(raw, "dflash_config")
+    hidden = positive(raw, "hidden_size")
+    heads = positive(raw, "num_attention_heads")
+    kv_heads = positive(raw, "num_key_value_heads", heads)
+    head_dim = positive(raw, "head_dim", hidden // heads)
     if heads % kv_heads:
         raise CheckpointError(
             "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
         )
     if head_dim % 2:
         raise CheckpointError("head_dim", head_dim, "even")
-    num_layers = _positive(raw, "num_hidden_layers")
-    own = raw.get("draftwire") or {}
-    softcap = _both(raw, inner, "final_logit_softcapping")
-    scale = _both(raw, inner, "output_multiplier", raw.get("logit_scale", 1.0))
-    sink = _both(raw, inner, "attention_sink_bias", raw.get("add_swa_attention_sink_bias", False))
+    num_layers = positive(raw, "num_hidden_layers")
+    own = object_in(raw, "draftwire")
+    softcap = both(raw, inner, "final_logit_softcapping", 0.0)
+    scale = both(raw, inner, "output_multiplier", both(raw, inner, "logit_scale", 1.0))
+    sink = both(raw, inner, "attention_sink_bias", raw.get("add_swa_attention_sink_bias", False))
     return DraftConfig(
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
+        intermediate_size=positive(raw, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_positive(raw, "vocab_size"),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=_positive(raw, "max_position_embeddings", 32768),
+        vocab_size=positive(raw, "vocab_size"),
+        rms_norm_eps=number("rms_norm_eps", raw.get("rms_norm_eps", 1e-6), at_least=0.0),
+        max_position_embeddings=positive(raw, "max_position_embeddings", 32768),
         rope=_rope(raw),
         layers=_layers(raw, inner, num_layers),
         block_size=_block_size(raw, inner),
         mask_token_id=_mask_token(raw, inner),
         target_layer_ids=_target_layers(raw, inner, num_layers),
-        target_hidden_size=_positive(raw, "target_hidden_size", hidden),
+        target_hidden_size=positive(raw, "target_hidden_size", hidden),
         num_target_layers=None
         if raw.get("num_target_layers") is None
-        else _positive(raw, "num_target_layers"),
+        else positive(raw, "num_target_layers"),
         attention_bias=bool(raw.get("attention_bias", False)),
         attention_sink=bool(sink),
-        input_scale=float(_both(raw, inner, "input_embedding_scale", 1.0)),
-        output_scale=float(scale),
-        softcap=float(softcap) if softcap else None,
-        branches=_positive(own, "branches", 1),
-        prior_temperature=float(own.get("prior_temperature", 1.0)),
-        path_rank=_positive(own, "path_rank") if own.get("path_rank") else 0,
+        input_scale=number("input_embedding_scale", both(raw, inner, "input_embedding_scale", 1.0)),
+        output_scale=number("output_multiplier", scale),
+        softcap=number("final_logit_softcapping", softcap, at_least=0.0) or None,
+        branches=positive(own, "branches", 1),
+        prior_temperature=number(
+            "draftwire.prior_temperature", own.get("prior_temperature", 1.0), at_least=0.01
+        ),
+        path_rank=positive(own, "path_rank") if own.get("path_rank") else 0,
         calibration=parse_calibration(own.get("calibration")),
         trained=bool(own.get("trained", True)),
         tokenizer_sha256=str(own.get("tokenizer_sha256", "")),
@@ -152,6 +154,8 @@ def parse(raw: Mapping[str, Any]) -> DraftConfig:
 def _refuse_unknown_kinds(raw: Mapping[str, Any]) -> None:
     """What would load and then draft nonsense is refused here."""
     names = raw.get("architectures") or ["DFlashDraftModel"]
+    if not isinstance(names, list):
+        raise CheckpointError("architectures", names, "a list of names")
     # Third-party files of other names are DFlash too if they say what to read and what to mask.
     has_fields = "dflash_config" in raw or {"mask_token_id", "target_layer_ids"} <= raw.keys()
     if names != ["DFlashDraftModel"] and not has_fields:
@@ -160,7 +164,7 @@ def _refuse_unknown_kinds(raw: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "architectures", names, "DFlashDraftModel (DFlash 2's convolutions are not known here)"
         )
-    inner = _inner(raw)
+    inner = object_in(raw, "dflash_config")
     checks: tuple[tuple[str, Any, Any], ...] = (
         ("hidden_act", raw.get("hidden_act", "silu"), "silu"),
         ("is_neox_style", raw.get("is_neox_style", True), True),
@@ -181,39 +185,15 @@ def _refuse_unknown_kinds(raw: Mapping[str, Any]) -> None:
             raise CheckpointError(name, value, "absent" if allowed is None else str(allowed))
 
 
-def _inner(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = raw.get("dflash_config") or {}
-    if not isinstance(inner, Mapping):
-        raise CheckpointError("dflash_config", inner, "an object")
-    return inner
-
-
-def _both(raw: Mapping[str, Any], inner: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A field that may sit in dflash_config or beside it."""
-    value = inner.get(name)
-    if value is None:
-        value = raw.get(name)
-    return default if value is None else value
-
-
-def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(name, value, "an integer of at least 1")
-    return value
-
-
 def _block_size(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
-    value = _both(raw, inner, "block_size", 16)
+    value = both(raw, inner, "block_size", 16)
     if isinstance(value, bool) or not isinstance(value, int) or not 2 <= value <= 1024:
         raise CheckpointError("block_size", value, "an integer in [2, 1024]")
     return value
 
 
 def _mask_token(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
-    value = _both(raw, inner, "mask_token_id")
+    value = both(raw, inner, "mask_token_id")
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise CheckpointError("dflash_config.mask_token_id", value, "a token id")
     return value
@@ -222,25 +202,27 @@ def _mask_token(raw: Mapping[str, Any], inner: Mapping[str, Any]) -> int:
 def _target_layers(
     raw: Mapping[str, Any], inner: Mapping[str, Any], num_layers: int
 ) -> tuple[int, ...]:
-    ids = _both(raw, inner, "target_layer_ids")
-    total = raw.get("num_target_layers")
+    ids = both(raw, inner, "target_layer_ids")
+    total = None
+    if raw.get("num_target_layers") is not None:
+        total = positive(raw, "num_target_layers")
     if ids is None:
         if total is None:
             raise CheckpointError(
                 "dflash_config.target_layer_ids", None, "given, or num_target_layers with it"
             )
         count = num_layers if num_layers > 1 else 1
-        ids = default_target_layers(count, _positive(raw, "num_target_layers"))
+        ids = default_target_layers(count, total)
     if not isinstance(ids, list | tuple) or not ids:
         raise CheckpointError("dflash_config.target_layer_ids", ids, "a list of layer numbers")
-    for number in ids:
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    for layer in ids:
+        if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
             raise CheckpointError(
                 "dflash_config.target_layer_ids", ids, "a list of layer numbers from 0 on"
             )
-        if total is not None and number >= total:
+        if total is not None and layer >= total:
             raise CheckpointError(
-                "dflash_config.target_layer_ids", number, f"less than num_target_layers = {total}"
+                "dflash_config.target_layer_ids", layer, f"less than num_target_layers = {total}"
             )
     if len(set(ids)) != len(ids):
         raise CheckpointError("dflash_config.target_layer_ids", ids, "without repeats")
@@ -251,9 +233,11 @@ def _layers(
     raw: Mapping[str, Any], inner: Mapping[str, Any], num_layers: int
 ) -> tuple[LayerAttention, ...]:
     types = raw.get("layer_types")
-    use_swa = bool(_both(raw, inner, "use_swa", False))
+    use_swa = bool(both(raw, inner, "use_swa", False))
     if types is None:
         types = [FULL] * num_layers
+    if not isinstance(types, list):
+        raise CheckpointError("layer_types", types, "a list, one a layer")
     if len(types) != num_layers:
         raise CheckpointError(
             "layer_types", f"{len(types)} long", f"num_hidden_layers = {num_layers} long"
@@ -263,7 +247,7 @@ def _layers(
             raise CheckpointError("layer_types", kind, f"{FULL} or {SLIDING}")
     override = raw.get("is_causal")
     if override is None:
-        override = _both(raw, inner, "causal")
+        override = both(raw, inner, "causal")
     every_layer_slides = use_swa and SLIDING not in types
     window = (
         inner.get("swa_window_size") or inner.get("sliding_window") or raw.get("sliding_window")
@@ -279,13 +263,16 @@ def _layers(
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:
-    params: dict[str, Any] = dict(raw.get("rope_scaling") or {})
-    params.update(raw.get("rope_parameters") or {})
+    params: dict[str, Any] = {
+        **object_in(raw, "rope_scaling"),
+        **object_in(raw, "rope_parameters"),
+    }
     if any(isinstance(value, Mapping) for value in params.values()):
         raise CheckpointError("rope_parameters", sorted(params), "one set for all layers")
     kind = str(params.pop("rope_type", None) or params.pop("type", None) or "default")
     params.pop("type", None)
     theta = params.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    theta = number("rope_theta", theta)
     if kind not in ROPE_TYPES:
         raise CheckpointError("rope_scaling.rope_type", kind, f"one of {', '.join(ROPE_TYPES)}")
     if kind != "default" and not isinstance(params.get("factor"), int | float):
@@ -296,6 +283,6 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
         params.setdefault(
             "original_max_position_embeddings", raw.get("max_position_embeddings", 32768)
         )
-    if not math.isfinite(float(theta)) or float(theta) <= 1:
+    if theta <= 1:
         raise CheckpointError("rope_theta", theta, "greater than 1")
-    return Rope(theta=float(theta), kind=kind, scaling=params)
+    return Rope(theta=theta, kind=kind, scaling=params)

@@ -6,6 +6,7 @@ Knows model, cache, candidates and trees. Does not know lanes, threads or messag
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,20 +129,28 @@ def _run(model: DraftModel, pool: ContextPool, jobs: Sequence[Job]) -> _Found:
     biases, first = [], 0
     for job in jobs:
         if job.session.sampling.logit_bias:
-            biases.append(_bias(job, first, first + job.slots, device))
+            biases.append(_bias(job, first, first + job.slots, model))
         first += job.slots
     width = max(candidates(job.session.sampling.temperature) for job in jobs)
     return _Found(slots, model.candidates(slots, width, weights, biases), biases, prior)
 
 
-def _bias(job: Job, first: int, end: int, device: torch.device) -> LogitBias:
-    bias = job.session.sampling.logit_bias
+def _bias(job: Job, first: int, end: int, model: DraftModel) -> LogitBias:
+    """Ids that are not proposed anyway, such as those of another lane's larger target, are left
+    out: one session's must not break the step of all.
+    """
+    bias = [entry for entry in job.session.sampling.logit_bias.items() if _usable(entry, model)]
     return LogitBias(
         first,
         end,
-        torch.tensor(list(bias), device=device),
-        torch.tensor(list(bias.values()), device=device),
+        torch.tensor([token for token, _ in bias], dtype=torch.int64, device=model.device),
+        torch.tensor([value for _, value in bias], dtype=torch.float32, device=model.device),
     )
+
+
+def _usable(entry: tuple[int, float], model: DraftModel) -> bool:
+    token, value = entry
+    return token < model.vocabulary and math.isfinite(value)
 
 
 def _firsts(jobs: Sequence[Job]) -> Ints:

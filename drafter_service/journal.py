@@ -20,6 +20,9 @@ from draftwire.v1 import drafter_pb2 as pb
 from draftwire.v1 import types_pb2
 
 log = structlog.get_logger("drafter.session")
+_REASONS = {
+    number: name.removeprefix("END_REASON_").lower() for name, number in pb.EndReason.items()
+}
 
 
 @dataclass(slots=True)
@@ -77,8 +80,7 @@ class LaneJournal:
     def heard(self, step: pb.StepRequest, read: Step) -> None:
         """A message of the verifier, and what was read from it."""
         for end in step.ends:
-            reason = pb.EndReason.Name(end.reason).removeprefix("END_REASON_").lower()
-            self._end(end.key, reason)
+            self._end(end.key, _REASONS.get(end.reason, "other"))  # of a newer verifier
         for opening, opened in zip(step.opens, read.opens, strict=True):
             self._open(opening)
             self._carry(opening.last_logits, opened.last_logits)

@@ -200,6 +200,11 @@ class DraftModel(nn.Module):
         if self._full_head is not None:
             self._head = self._full_head[:vocab_size]
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids that may be proposed; 0 without a target."""
+        return 0 if self._head is None else self._head.shape[0]
+
     def rotary(self) -> RotaryTable:
         """The rope table on the model's device."""
         if self._rotary is None or self._rotary.frequencies.device != self.device:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
+from drafter_service.config_fields import read_object
 from drafter_service.draft_config import CheckpointError
+from drafter_service.weights_file import weights_file
 
 CONFIG_FILE = "predictor.json"
 WEIGHTS_FILE = "predictor.safetensors"
@@ -145,16 +146,9 @@ def present(folder: Path) -> bool:
 
 def read_config(folder: Path) -> PredictorConfig:
     """The content of predictor.json. Raises CheckpointError naming the field."""
-    path = folder / CONFIG_FILE
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(CONFIG_FILE, "missing", f"in the folder {folder.name}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(CONFIG_FILE, error, "a JSON object") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
-        raise CheckpointError(f"{CONFIG_FILE}: format", found, FORMAT)
+    raw = read_object(folder, CONFIG_FILE)
+    if raw.get("format") != FORMAT:
+        raise CheckpointError(f"{CONFIG_FILE}: format", raw.get("format"), FORMAT)
     kinds = [kind.value for kind in InputKind]
     if raw.get("input") not in kinds:
         raise CheckpointError(f"{CONFIG_FILE}: input", raw.get("input"), f"one of {kinds}")
@@ -171,7 +165,7 @@ def read_config(folder: Path) -> PredictorConfig:
         )
     except KeyError as error:
         raise CheckpointError(f"{CONFIG_FILE}: {error.args[0]}", None, "given") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(CONFIG_FILE, error, "of the types that the format names") from None
 
 
@@ -199,7 +193,7 @@ def load(
     path = folder / WEIGHTS_FILE
     if not path.exists():
         raise CheckpointError(WEIGHTS_FILE, "missing", f"in the folder {folder.name}")
-    with safe_open(path, framework="pt", device="cpu") as opened:
+    with weights_file(path) as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     with torch.device("meta"):
         model = BlockSizePredictor(config)

@@ -5,15 +5,15 @@ Knows safetensors folders and hub ids. Does not know the draft model.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from drafter_service.config_fields import object_in, read_object
 from drafter_service.draft_config import CheckpointError
+from drafter_service.weights_file import weights_file
 from draftwire.models import ModelSource, resolve, unpacked
 
 _EMBEDDING = (
@@ -42,7 +42,7 @@ def read_matrices(name: str) -> TargetMatrices:
     embedding = _tensor(folder, where, _EMBEDDING)
     if embedding is None:
         raise CheckpointError("target", source.name, f"a model with one of {', '.join(_EMBEDDING)}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_object(folder, "config.json")
     tied = bool(config.get("tie_word_embeddings", False))
     head = None if tied else _tensor(folder, where, _HEAD)
     if head is None and not tied:
@@ -83,11 +83,11 @@ def _index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     listed = sorted(folder.glob("*.safetensors.index.json"))
     if listed:
-        found: dict[str, str] = json.loads(listed[0].read_text(encoding="utf-8"))["weight_map"]
-        return found
+        found = object_in(read_object(folder, listed[0].name), "weight_map")
+        return {str(tensor): str(file) for tensor, file in found.items()}
     names: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt", device="cpu") as opened:
+        with weights_file(path) as opened:
             names.update(dict.fromkeys(opened.keys(), path.name))
     return names
 
@@ -95,7 +95,7 @@ def _index(folder: Path) -> dict[str, str]:
 def _tensor(folder: Path, where: dict[str, str], names: tuple[str, ...]) -> torch.Tensor | None:
     for name in names:
         if name in where:
-            with safe_open(folder / where[name], framework="pt", device="cpu") as opened:
+            with weights_file(folder / where[name]) as opened:
                 tensor: torch.Tensor = opened.get_tensor(name)
                 return tensor
     return None

@@ -31,6 +31,7 @@ from draftwire.codec import decode
 from draftwire.errors import InvalidArgument
 from draftwire.v1 import drafter_pb2 as pb
 from draftwire.v1 import types_pb2
+from draftwire_kernels.sampling import GREEDY_BELOW
 
 log = structlog.get_logger(__name__)
 _PARTS = frozenset(int(part) for part in Part)
@@ -86,8 +87,7 @@ def _open(message: pb.OpenSession, ring: Ring | None) -> Open:
         token_ids=list(message.token_ids),
         prompt_tokens=message.prompt_tokens,
         sampling=DraftSampling(
-            # The verifier has checked it; here a bad value may only cost acceptance.
-            temperature=temperature if math.isfinite(temperature) and temperature >= 0 else 1.0,
+            temperature=_temperature(temperature),
             seed=sampling.seed if sampling.HasField("seed") else None,
             logit_bias=dict(sampling.logit_bias),
             filtered=sampling.top_k > 0 or 0 < sampling.top_p < 1 or sampling.min_p > 0,
@@ -104,6 +104,15 @@ def _open(message: pb.OpenSession, ring: Ring | None) -> Open:
         last_logits=_last_logits(message, ring),
         request_id=message.request_id,
     )
+
+
+def _temperature(value: float) -> float:
+    """The verifier has checked it; here a bad value may only cost acceptance. What is greedy for
+    the target is greedy here: nothing is divided by it.
+    """
+    if not math.isfinite(value) or value < 0:
+        return 1.0
+    return 0.0 if value < GREEDY_BELOW else value
 
 
 def _last_logits(message: pb.OpenSession, ring: Ring | None) -> torch.Tensor | None:

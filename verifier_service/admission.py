@@ -1,13 +1,12 @@
 """Turns a GenerateRequest into an admitted Request, or says exactly what is wrong with it.
 
-Knows: every field's limits and defaults, the chat template, the context. Pure: no engine, no gRPC
-context. Anything that is not exact with speculation, or not served, is refused by name: nothing is
-silently ignored.
+Knows: every field's limits and defaults, the context. Pure: no engine, no gRPC context. Anything
+that is not exact with speculation, or not served, is refused by name: nothing is silently
+ignored.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -17,10 +16,13 @@ from typing import Any
 from draftwire.errors import InvalidArgument
 from draftwire.v1 import types_pb2, verifier_pb2
 from draftwire_kernels.sampling import Sampling, SamplingError
+from verifier_service.chat import chat_ids
 from verifier_service.session import Request, Speculation
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_BIASES, MAX_TOP_LOGPROBS, MAX_REQUEST_ID = 1024, 20, 128
+# Beyond these a penalty no longer ranks tokens: logits leave fp32, as if the model were broken.
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 0.015625, 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,69 +108,39 @@ def _prompt(message: verifier_pb2.GenerateRequest, tokenizer: Any, limits: Limit
     elif kind == "text":
         ids, field = tokenizer.encode(message.text), "text"
     else:
-        ids, field = _chat(message.chat, tokenizer), "chat"
+        ids, field = chat_ids(message.chat, tokenizer), "chat"
     if not ids:
         raise InvalidArgument(field, "", "at least one token")
-    if len(ids) >= limits.max_context:
-        raise InvalidArgument(
-            field,
-            f"{len(ids)} tokens",
-            f"at most {limits.max_context - 1} tokens, one less than the context",
-            reason="PROMPT_TOO_LONG",
-        )
+    _check_length(field, len(ids), limits)
     return ids
 
 
 def _check_size(message: verifier_pb2.GenerateRequest, kind: str, limits: Limits) -> None:
     """Refuse a text that cannot fit whatever its tokens are, before time is spent on its tokens."""
+    if kind == "token_ids":
+        _check_length("token_ids.ids", len(message.token_ids.ids), limits)
+        return
     size = message.ByteSize()
     most = limits.max_context * limits.longest_token
-    if kind != "token_ids" and size > most:
+    if size > most:
         raise InvalidArgument(
             kind, f"{size} bytes", f"at most {most} bytes", reason="PROMPT_TOO_LONG"
         )
 
 
-def _chat(chat: verifier_pb2.Chat, tokenizer: Any) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidArgument("chat", "chat", "text or token_ids: this model has no chat template")
-    if not chat.messages:
-        raise InvalidArgument("chat.messages", "", "at least one message")
-    variables: dict[str, Any] = {}
-    for name, value in chat.template_variables.items():
-        try:
-            variables[name] = json.loads(value)
-        except ValueError:
-            raise InvalidArgument(
-                f"chat.template_variables[{name}]", value, "a JSON value"
-            ) from None
-    for reserved in (
-        "tokenize",
-        "add_generation_prompt",
-        "return_dict",
-        "return_tensors",
-        "chat_template",
-        "conversation",
-    ):
-        if reserved in variables:
-            raise InvalidArgument(
-                f"chat.template_variables[{reserved}]",
-                reserved,
-                "a variable of the template, not of the tokenizer",
-            )
-    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **variables
-        )
-    except Exception as error:
+def _check_length(field: str, tokens: int, limits: Limits) -> None:
+    if tokens >= limits.max_context:
         raise InvalidArgument(
-            "chat", type(error).__name__, f"messages that the chat template accepts ({error})"
-        ) from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+            field,
+            f"{tokens} tokens",
+            f"at most {limits.max_context - 1} tokens, one less than the context",
+            reason="PROMPT_TOO_LONG",
+        )
 
 
 def _token_ids(field: str, ids: Sequence[int], limits: Limits) -> Sequence[int]:
+    if len(ids) > max(limits.vocab_size, limits.max_context):
+        raise InvalidArgument(field, f"{len(ids)} ids", f"at most {limits.vocab_size} ids")
     for index, token in enumerate(ids):
         if token >= limits.vocab_size:
             raise InvalidArgument(
@@ -205,6 +177,11 @@ def _sampling(
         value = getattr(s, name)
         if not -2 <= value <= 2:
             raise InvalidArgument(f"sampling.{name}", value, "in [-2, 2]")
+    least, most = LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
+    if s.HasField("repetition_penalty") and not least <= s.repetition_penalty <= most:
+        raise InvalidArgument(
+            "sampling.repetition_penalty", s.repetition_penalty, f"in [{least:g}, {most:g}]"
+        )
     if len(s.logit_bias) > MAX_BIASES:
         raise InvalidArgument(
             "sampling.logit_bias", f"{len(s.logit_bias)} entries", f"at most {MAX_BIASES} entries"
@@ -265,7 +242,9 @@ def _speculation(options: types_pb2.SpeculationOptions, limits: Limits) -> Specu
             _name(types_pb2.AcceptanceRule, options.rule),
             "FOLLOW: others are not served",
         )
-    for index, part in enumerate(options.parts):
+    # Each once: a list of millions would travel on to the drafter, and back in Started.
+    parts = tuple(dict.fromkeys(options.parts))
+    for index, part in enumerate(parts):
         if part not in types_pb2.DraftPart.values() or part in (
             types_pb2.DRAFT_PART_UNSPECIFIED,
             types_pb2.DRAFT_PART_SAMPLED,
@@ -283,8 +262,8 @@ def _speculation(options: types_pb2.SpeculationOptions, limits: Limits) -> Specu
         raise InvalidArgument("speculation.max_nodes", nodes, f"1 to {limits.max_nodes}")
     mode = options.mode or limits.mode
     if mode == types_pb2.SPECULATION_MODE_OFF or block == 1:
-        return Speculation(False, 1, nodes, tuple(options.parts), types_pb2.SPECULATION_MODE_OFF)
-    return Speculation(True, block, nodes, tuple(options.parts), mode)
+        return Speculation(False, 1, nodes, parts, types_pb2.SPECULATION_MODE_OFF)
+    return Speculation(True, block, nodes, parts, mode)
 
 
 def _name(enum: Any, value: int) -> str:

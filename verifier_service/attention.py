@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from verifier_service.cache import PagedStore
-from verifier_service.packing import BLOCK, AttentionGroup, Packed
+from verifier_service.packing import BLOCK, AttentionGroup, OwnTail, Packed, Tail
 
 IMPLEMENTATION = "draftwire_paged"
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Of one block: sum of weights [S, H_kv, R, G, 1], weighted values [S, H_kv, R, G, d]."""
 _MIN_OWN_ROWS = 4  # query heads per KV head are padded to this in the rows' own products
 
 
@@ -111,81 +113,67 @@ def attend_invariant(
     # [S, H_kv, R, G, d]: the query heads of a KV head side by side, so that they share one product.
     q = query.index_select(0, group.rows.reshape(-1)).float() * scale
     q = q.view(count, rows, kv_heads, per_kv, dim).permute(0, 2, 1, 3, 4).contiguous()
-    shared = _shared_scores(q, keys, group)
-    own = _own_scores(q, keys, group) if group.tail_slots is not None else None
+    shared = own = None
+    if group.shared_slots.shape[1]:
+        shared = _scores(q, keys, group.shared_slots, group.shared_hidden)
+    if isinstance(group.tail, Tail):
+        own = _scores(q, keys, group.tail.slots, group.tail.hidden)
+    elif group.tail is not None:
+        own = _own_scores(q, keys, group.tail)
     peak = shared.amax(-1, keepdim=True) if shared is not None else None  # [S, H_kv, R, G, 1]
     if own is not None:
         own_peak = own.amax(-1, keepdim=True)
         peak = own_peak if peak is None else torch.maximum(peak, own_peak)
     assert peak is not None
     peak = peak.clamp_min(torch.finfo(torch.float32).min)  # a padding row sees no key at all
-    total = torch.zeros_like(peak)
-    mixed = q.new_zeros(q.shape)
+    parts: list[Part] = []
     if shared is not None:
-        for part_total, part in _shared_sums(torch.exp(shared - peak), values, group):
-            total, mixed = total + part_total, mixed + part
+        parts += _shared_sums(shared.sub_(peak).exp_(), values, group.shared_slots)
     if own is not None:
-        for part_total, part in _own_sums(torch.exp(own - peak), values, group):
-            total, mixed = total + part_total, mixed + part
+        own = own.sub_(peak).exp_()
+        if isinstance(group.tail, Tail):
+            parts += _tail_sums(own, values, group.tail)
+        elif group.tail is not None:
+            parts += _own_sums(own, values, group.tail)
+    total, mixed = parts[0]
+    for part_total, part in parts[1:]:
+        total, mixed = total + part_total, mixed + part
     out = (mixed / total).permute(0, 2, 1, 3, 4).reshape(count * rows, heads, dim)
     return out.index_select(0, group.real_rows)
 
 
-def _shared_scores(
-    q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup
-) -> torch.Tensor | None:
-    """Scores [S, H_kv, R, G, L] against the keys all rows of a session share; -inf where a row must
-    not look."""
+def _scores(
+    q: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """Scores [S, H_kv, R, G, L] against the keys [S, L] that all rows of a session share; -inf
+    where a row must not look."""
     count, kv_heads, rows, per_kv, dim = q.shape
-    length = group.shared_slots.shape[1]
-    if length == 0:
-        return None
-    k = (
-        keys.index_select(0, group.shared_slots.reshape(-1))
-        .float()
-        .view(count, length, kv_heads, dim)
-    )
+    length = slots.shape[1]
+    k = keys.index_select(0, slots.reshape(-1)).float().view(count, length, kv_heads, dim)
     k = k.permute(0, 2, 3, 1).reshape(count * kv_heads, dim, length)
     scores = torch.bmm(q.view(count * kv_heads, rows * per_kv, dim), k).view(
         count, kv_heads, rows, per_kv, length
     )
-    index = torch.arange(length, device=q.device)
-    last = torch.minimum(group.positions, group.shared_limit[:, None] - 1)
-    hidden = index > last[:, :, None]  # [S, R, L]
     return scores.masked_fill_(hidden[:, None, :, None, :], float("-inf"))
 
 
-def _own_scores(q: torch.Tensor, keys: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    """Scores [S, H_kv, R, G, T] against each row's own keys, in logical order from tail_start."""
-    assert group.tail_slots is not None
-    assert group.tail_start is not None
+def _own_scores(q: torch.Tensor, keys: torch.Tensor, tail: OwnTail) -> torch.Tensor:
+    """Scores [S, H_kv, R, G, T] against each row's own keys, in logical order."""
     count, kv_heads, rows, per_kv, dim = q.shape
-    width = group.tail_slots.shape[2]
-    k = (
-        keys.index_select(0, group.tail_slots.reshape(-1))
-        .float()
-        .view(count, rows, width, kv_heads, dim)
-    )
+    width = tail.slots.shape[2]
+    k = keys.index_select(0, tail.slots.reshape(-1)).float().view(count, rows, width, kv_heads, dim)
     k = k.permute(0, 3, 1, 4, 2).reshape(count * kv_heads * rows, dim, width)
     scores = torch.bmm(_pad_heads(q.view(count * kv_heads * rows, per_kv, dim)), k)[:, :per_kv]
-    index = group.tail_start[:, None] + torch.arange(width, device=q.device)
-    hidden = index[:, None, :] > group.positions[:, :, None]  # [S, R, T]
     return scores.reshape(count, kv_heads, rows, per_kv, width).masked_fill(
-        hidden[:, None, :, None, :], float("-inf")
+        tail.hidden[:, None, :, None, :], float("-inf")
     )
 
 
-def _shared_sums(
-    weights: torch.Tensor, values: torch.Tensor, group: AttentionGroup
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per block: (sum of weights [S, H_kv, R, G, 1], weighted values [S, H_kv, R, G, d])."""
+def _shared_sums(weights: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> list[Part]:
+    """One part a block."""
     count, kv_heads, rows, per_kv, length = weights.shape
     blocks = length // BLOCK
-    v = (
-        values.index_select(0, group.shared_slots.reshape(-1))
-        .float()
-        .view(count, blocks, BLOCK, kv_heads, -1)
-    )
+    v = values.index_select(0, slots.reshape(-1)).float().view(count, blocks, BLOCK, kv_heads, -1)
     v = v.permute(0, 3, 1, 2, 4).reshape(count * kv_heads * blocks, BLOCK, -1)
     w = weights.view(count, kv_heads, rows * per_kv, blocks, BLOCK).transpose(2, 3).contiguous()
     parts = torch.bmm(w.view(count * kv_heads * blocks, rows * per_kv, BLOCK), v)
@@ -194,14 +182,31 @@ def _shared_sums(
     return [(totals[:, :, b], parts[:, :, b]) for b in range(blocks)]
 
 
-def _own_sums(
-    weights: torch.Tensor, values: torch.Tensor, group: AttentionGroup
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    assert group.tail_slots is not None
+def _tail_sums(weights: torch.Tensor, values: torch.Tensor, tail: Tail) -> list[Part]:
+    """One part a logical block. Keys off a row's path have the weight 0, which leaves the bits of a
+    weighted sum alone (shown at start-up); the sums of weights are taken in logical order."""
+    count, kv_heads, rows, per_kv, width = weights.shape
+    blocks = tail.order.shape[2] // BLOCK
+    v = values.index_select(0, tail.slots.reshape(-1)).float().view(count, width, kv_heads, -1)
+    v = v.transpose(1, 2).reshape(count * kv_heads, width, -1)
+    order = tail.order[:, None, :, None, :].expand(count, kv_heads, rows, per_kv, -1)
+    logical = weights.gather(-1, order).masked_fill_(tail.beyond[:, None, :, None, :], 0)
+    totals = logical.view(count, kv_heads, rows, per_kv, blocks, BLOCK).sum(-1, keepdim=True)
+    parts: list[Part] = []
+    for block in range(blocks):
+        w = weights
+        if blocks > 1:
+            w = w.masked_fill(tail.blocks[:, None, None, None, :] != block, 0)
+        mixed = torch.bmm(w.view(count * kv_heads, rows * per_kv, width), v)
+        parts.append((totals[..., block, :], mixed.view(count, kv_heads, rows, per_kv, -1)))
+    return parts
+
+
+def _own_sums(weights: torch.Tensor, values: torch.Tensor, tail: OwnTail) -> list[Part]:
     count, kv_heads, rows, per_kv, width = weights.shape
     blocks = width // BLOCK
     v = (
-        values.index_select(0, group.tail_slots.reshape(-1))
+        values.index_select(0, tail.slots.reshape(-1))
         .float()
         .view(count, rows, blocks, BLOCK, kv_heads, -1)
     )

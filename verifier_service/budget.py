@@ -109,12 +109,13 @@ class Hope:
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What to ask for in a session's name: most nodes and longest path; how many of the nodes are
-    expected to be verified, and how many to be accepted."""
+    expected to be verified, and how many to be accepted. Means, not whole numbers: rounded up for
+    each session, they would come to more rows than the plan has."""
 
     nodes: int
     depth: int
     gain: float
-    verified: int
+    verified: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def _try(
             min(hope.most_nodes, int(np.ceil(1.5 * wanted[i])) + 2),
             min(depth, hope.most_depth),
             float(gains[i]),
-            int(np.ceil(wanted[i] - 1e-9)),
+            float(wanted[i]),
         )
         for i, hope in enumerate(asked)
         if wanted[i] > 0
@@ -224,8 +225,8 @@ class Prober:
     for the next, up to `_LONGEST` times. Knows no clock: it is told how long each round took.
     """
 
-    _SHARE = 0.01
-    _LONGEST = 16
+    _SHARE = 0.015
+    _LONGEST = 4
 
     def __init__(self) -> None:
         self.probes = 0

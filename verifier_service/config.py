@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from draftwire.addresses import normalise_target, split_host_port
 from draftwire.config import ConfigError, WireConfig, setting
+from draftwire.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class VerifierConfig(WireConfig):
         "always the drafter's block; off",
     )
     profile_s: float = setting(
-        3.0,
+        8.0,
         help="seconds at start for measuring what steps of each size cost; 0: learnt as they come",
         minimum=0,
         maximum=600,
@@ -118,9 +120,24 @@ class VerifierConfig(WireConfig):
                 self.default_max_tokens,
                 f"at most max_tokens ({self.max_tokens})",
             )
+        for target in self.drafters:
+            _check_drafter(target)
         if bool(self.drafter_cert) != bool(self.drafter_key):
             raise ConfigError("drafter_key", self.drafter_key, "given together with drafter_cert")
         if self.max_step_rows < self.max_sessions:
             raise ConfigError(
                 "max_step_rows", self.max_step_rows, f"at least max_sessions ({self.max_sessions})"
             )
+
+
+def _check_drafter(target: str) -> None:
+    """Raises ConfigError for what could never be connected to."""
+    scheme, _, name = target.partition(":")
+    try:
+        if scheme == "dns":  # looked up by us, so without a DNS server of its own
+            split_host_port(name.removeprefix("///"))
+        else:
+            for part in target.split(","):
+                normalise_target(part)
+    except InvalidArgument as error:
+        raise ConfigError("--drafters", target, error.limit) from error

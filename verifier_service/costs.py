@@ -1,18 +1,25 @@
 """What a target step and a draft cost, in ms: profiled, then corrected by what is measured.
 
-Knows: that a step's time depends on its rows, which come in quanta and cliffs, and on whether trees
-are in it; that a draft's time depends on the drafter's rows; that neither falls when rows are
-added. Pure. Does not know: sessions, lanes, clocks.
+Knows: that a step's time depends on its rows, which come in quanta and cliffs, on whether trees are
+in it, and on how many sessions and how much context its rows look at; that a draft's time depends
+on the drafter's rows; that none of them falls when rows are added. Pure. Does not know: whose the
+sessions are, lanes, clocks.
 
-What is measured is noisy, so an observation moves a figure by a bounded share of its logarithm, and
+    ms = scale x (curve[trees or none](rows) + per_session x sessions + per_position x context)
+
+What is measured is noisy, so an observation moves a curve by a bounded share of its logarithm, and
 what is read is the closest curve that never falls (pool adjacent violators, weighted by the number
-of observations; Barlow et al. 1972).
+of observations; Barlow et al. 1972). The scale, what a slow or busy machine changes at once, is the
+median of the last few steps: any change is believed after some steps, and no single stall is.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -24,7 +31,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 _LARGEST_SURPRISE = math.log(2)  # what one observation may say at most, up or down
-_DRIFT = 0.1  # share of it by which all figures move: other load, longer contexts
+_WINDOW = 9  # steps whose median is the scale
+_TRUST = 2  # steps that the profile counts for in it, at first
+_LEAST_SHARE = 0.1  # of a step that is left to its rows, whatever its sessions are believed to cost
 _SLOWEST = 0.05  # least share by which the figure of these rows moves
 # Row counts at which a smooth cost is remembered: at most a third apart, so that the nearest is
 # near.
@@ -68,8 +77,10 @@ class Curve:
         seen = self.counts[index]
         if seen:
             surprise = math.log(ms / self._cells[index])
+            # What is too surprising is a stall, or a change of scale on its way.
+            share = _SLOWEST if abs(surprise) > _LARGEST_SURPRISE else 1 / (seen + 1)
             surprise = min(_LARGEST_SURPRISE, max(-_LARGEST_SURPRISE, surprise))
-            self._cells[index] *= math.exp(max(_SLOWEST, 1 / (seen + 1)) * surprise)
+            self._cells[index] *= math.exp(max(_SLOWEST, share) * surprise)
         else:
             self._cells[index] = ms
         self.counts[index] = seen + 1
@@ -94,7 +105,9 @@ class Curve:
         filled = np.interp(self.points, at, values)
         below, above = self.points < at[0], self.points > at[-1]
         filled[below] = self._beyond(self.points[below], at[0], values[0])
-        slope = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(seen) > 1 else 0.0
+        # From about half as many rows: neighbours may be equal only because they are noisy.
+        half = max(0, int(np.searchsorted(at, at[-1] / 2, side="right")) - 1)
+        slope = (values[-1] - values[half]) / (at[-1] - at[half]) if half < len(at) - 1 else 0.0
         filled[above] = np.maximum(
             self._beyond(self.points[above], at[-1], values[-1]),
             values[-1] + slope * (self.points[above] - at[-1]),
@@ -105,11 +118,32 @@ class Curve:
         return ms * (self._share + (1 - self._share) * rows / from_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """`StepCosts` for steps of certain sessions: what they cost whatever their rows is in it."""
+
+    costs: StepCosts
+    fixed_ms: float
+
+    def ms(self, rows: int, *, drafted: bool) -> float:
+        """Expected ms of a step of `rows` rows."""
+        return float(self.curve(np.asarray([rows]), drafted=drafted)[0])
+
+    def curve(self, rows: Ints | Floats, *, drafted: bool) -> Floats:
+        """Expected ms for each of `rows`."""
+        return self.costs.curve(rows, drafted=drafted) + self.fixed_ms
+
+    def padded(self, rows: int) -> int:
+        """Rows that a step of `rows` rows really has."""
+        return self.costs.padded(rows)
+
+
 class StepCosts:
     """ms of a target step by its rows, without trees and with them.
 
-    `buckets`: the row counts a step is padded to; a single 1 means that it is not padded. What all
-    steps have in common, drift included, is one factor; the curves keep the proportions.
+    `buckets`: the row counts a step is padded to; a single 1 means that it is not padded.
+    `per_session`, `per_position`: ms for each session in a step, and for each position of context
+    that a session in it has.
     """
 
     def __init__(self, buckets: Sequence[int], most_rows: int) -> None:
@@ -122,7 +156,9 @@ class StepCosts:
             else [*self._buckets, *range(2 * last, bucket(most_rows, self._buckets) + 1, last)]
         )
         self.plain, self.drafted = Curve(points, 1.0), Curve(points, 1.0)
+        self.per_session = self.per_position = 0.0
         self.scale = 1.0
+        self._ratios = deque([0.0] * _TRUST, maxlen=_WINDOW)  # logarithms
         self._fits: dict[bool, Floats] = {}
 
     @property
@@ -134,21 +170,33 @@ class StepCosts:
         """Rows that a step of `rows` rows really has."""
         return rows if self._smooth else bucket(rows, self._buckets)
 
-    def profile(self, rows: int, ms: float, *, drafted: bool) -> None:
+    def profile(
+        self, rows: int, ms: float, *, drafted: bool, sessions: int = 0, context: int = 0
+    ) -> None:
         """A step made for the purpose, before there were requests, took `ms`."""
         curve = self.drafted if drafted else self.plain
-        curve.observe(self._index(rows), ms)
+        own = ms - self._fixed(sessions, context)
+        curve.observe(self._index(rows), max(own, _LEAST_SHARE * ms))
         self._fits.clear()
 
-    def observe(self, rows: int, ms: float, *, drafted: bool) -> None:
+    def observe(
+        self, rows: int, ms: float, *, drafted: bool, sessions: int = 0, context: int = 0
+    ) -> None:
         """A real step took `ms`. Ignored unless positive and finite."""
         if not (math.isfinite(ms) and ms > 0 and rows > 0):
             return
         if self.known:
-            surprise = math.log(ms / self.ms(rows, drafted=drafted))
-            surprise = min(_LARGEST_SURPRISE, max(-_LARGEST_SURPRISE, surprise))
-            self.scale *= math.exp(_DRIFT * surprise)
-        self.profile(rows, ms / self.scale, drafted=drafted)
+            expected = self.beside(sessions, context).ms(rows, drafted=drafted) / self.scale
+            self._ratios.append(math.log(ms / expected))
+            self.scale = math.exp(statistics.median(self._ratios))
+        self.profile(rows, ms / self.scale, drafted=drafted, sessions=sessions, context=context)
+
+    def beside(self, sessions: int, context: int) -> Beside:
+        """Costs of steps with so many sessions, whose contexts have so many positions together."""
+        return Beside(self, self.scale * self._fixed(sessions, context) if self.known else 0.0)
+
+    def _fixed(self, sessions: int, context: int) -> float:
+        return self.per_session * sessions + self.per_position * context
 
     def ms(self, rows: int, *, drafted: bool) -> float:
         """Expected ms of a step of `rows` rows; 1.0 while nothing is known."""
@@ -173,9 +221,11 @@ class StepCosts:
         seen = [i for i in range(len(self.plain.points)) if self.plain.counts[i]]
         seen = sorted({*seen, *(i for i, count in enumerate(self.drafted.counts) if count)})
         plain, drafted = self.scale * self._fit(False), self.scale * self._fit(True)
-        return ", ".join(
+        rows = ", ".join(
             f"{int(self.plain.points[i])}: {plain[i]:.3g}/{drafted[i]:.3g} ms" for i in seen
         )
+        session, position = self.scale * self.per_session, self.scale * self.per_position
+        return f"{rows}; a session {session:.3g} ms, 100 positions {100 * position:.3g} ms"
 
     def _fit(self, drafted: bool) -> Floats:
         if drafted not in self._fits:

@@ -37,6 +37,8 @@ _RESOLVE_EVERY = 2.0
 _FAREWELL = 1.0  # seconds for a drafter to answer the clean end of its lane
 _HANDSHAKE_TIMEOUT = 120.0
 _MAX_FUSION_BYTES = 4 << 30
+# A draining drafter leaves its name first: its lane ends when its sessions have moved.
+_SERVING = (State.LANE_STATE_READY, State.LANE_STATE_DRAINING)
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class DrafterPool:
         self._watch: asyncio.Task[None] | None = None
         self._lane_ids = itertools.count(1)
         self._log = structlog.get_logger("verifier.drafters")
+        self._unknown: set[str] = set()  # names without any address when last looked up
         self._settled = asyncio.Event()
         self._closing = False
 
@@ -115,7 +118,9 @@ class DrafterPool:
         while True:
             found: dict[str, str] = {}  # key of the lane -> address
             for target in self.targets:
-                for address in await _addresses(target):
+                addresses = await _addresses(target)
+                self._note_found(target, addresses)
+                for address in addresses:
                     found |= {f"{address}#{number}": address for number in range(self._lanes)}
             for key in [k for k, task in self._tasks.items() if task.done()]:
                 del self._tasks[key]  # whatever ended it: a lane is kept while it is wanted
@@ -124,9 +129,7 @@ class DrafterPool:
                 self.status[key] = DrafterStatus(found[key], name)
                 self._tasks[key] = asyncio.create_task(self._keep_lane(self.status[key]))
             for key in [
-                k
-                for k in self._tasks
-                if k not in found and self.status[k].state != State.LANE_STATE_READY
+                k for k in self._tasks if k not in found and self.status[k].state not in _SERVING
             ]:
                 self._tasks.pop(key).cancel()
                 self.status.pop(key, None)
@@ -252,7 +255,7 @@ class DrafterPool:
         reply = first.hello
         facts = settle(hello, reply, status.target)
         for name in reply.tensors_needed:
-            for chunk in chunks(name, self._engine.host.tensor(name), reply.max_message_bytes // 4):
+            for chunk in chunks(name, self._engine.host.tensor(name), facts.max_message_bytes // 4):
                 await call.write(drafter_pb2.DraftRequest(weights=chunk))
         raw_size = len(reply.feature_layers) * hello.target.hidden_size
         fusion = Fusion(reply, raw_size, self._engine.host.dtype, self._engine.host.device)
@@ -266,6 +269,14 @@ class DrafterPool:
                 fusion.take(*whole)
         fusion.check()
         port.settle(facts, reply, fusion)
+
+    def _note_found(self, target: str, addresses: Sequence[str]) -> None:
+        """A name that leads nowhere has no lane to show in GetInfo, so the log says it, once."""
+        if addresses:
+            self._unknown.discard(target)
+        elif target not in self._unknown:
+            self._unknown.add(target)
+            self._log.warning("no drafter behind this name", target=target)
 
     def _note_settled(self) -> None:
         if all(s.state != State.LANE_STATE_CONNECTING for s in self.status.values()):
@@ -310,7 +321,7 @@ async def _addresses(target: str) -> list[str]:
     host, _, port = target.removeprefix("dns:").lstrip("/").rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
-            host, int(port), type=socket.SOCK_STREAM
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
         )
     except (OSError, ValueError):
         return []

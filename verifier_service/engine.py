@@ -253,20 +253,25 @@ class Engine:
         awaited = self.lanes.awaited(running)
         if not awaited:
             return Decision(None)
+        self.scheduler.admit()  # newcomers do not wait for others' proposals
         missing = {item.session_id for item in awaited}
         here = [s for s in running if s.at_anchor and s.session_id not in missing]
         trees = [s.proposal for s in here if s.proposal is not None]
         gain = sum(self.policy.expected_accepted(s) for s in here)
         rows = len(here) + self.scheduler.prompt_rows() + sum(len(p.tree) for p in trees)
-        ready = Ready(len(here) + gain, rows, bool(trees))
-        return decide(now, ready, awaited, self.policy.costs, self._held)
+        # A prompt is as good as a token, or it would wait for others' proposals for nothing.
+        prompts = sum(not s.at_anchor for s in running)
+        ready = Ready(len(here) + prompts + gain, rows, bool(trees))
+        costs = self.policy.costs.beside(len(running), sum(s.base for s in running))
+        return decide(now, ready, awaited, costs, self._held)
 
     def _measure(self, work: Sequence[Work], seconds: float) -> None:
         """Tell the policy what the step cost, all that belongs to it included."""
         rows = sum(len(item.feed.tokens) for item in work)
         drafted = any(item.proposal is not None for item in work)
         prompts = any(item.session.made <= 1 or not item.draws for item in work)
-        self.policy.measured(rows, seconds, drafted=drafted, prompts=prompts)
+        context = sum(item.feed.base for item in work)
+        self.policy.measured(rows, len(work), context, seconds, drafted=drafted, prompts=prompts)
 
     def _tell(self, item: Work, verdict: Verdict) -> None:
         """Report the round to the drafter; a fault of the lane costs the lane and not the round."""
@@ -404,10 +409,10 @@ class Engine:
 
     def _fail_step(self, error: Exception) -> None:
         """A step broke: nobody knows what is in the pages of those who were in it, so they fail;
-        the rest go on."""
+        the rest go on. With nobody in it, it broke on the one that was to come in."""
         self._log.exception("step failed", error=repr(error))
         self.meter.failed_steps += 1
-        for session in list(self.scheduler.running):
+        for session in list(self.scheduler.running) or self.scheduler.waiting[:1]:
             self._fail(
                 session, Internal("STEP_FAILED", "the target step failed; see the server's log")
             )
@@ -424,7 +429,10 @@ class Engine:
             self._wake.wait()
             return
         now = self._clock()
-        until = self._decide(now).until
+        try:
+            until = self._decide(now).until
+        except Exception:  # noqa: BLE001  the turn that follows meets it too, and survives it
+            return
         deadlines = [s.request.deadline for s in self.sessions.values() if s.request.deadline]
         if until is not None and deadlines:
             until = min(until, min(deadlines) - self._margin())

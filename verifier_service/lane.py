@@ -77,7 +77,7 @@ class Link:
     asked_at: float = 0.0
     asked_depth: int = 0  # longest path asked for
     gain: float = 0.0  # accepted tokens that are expected of it
-    nodes: int = 0  # that are expected to be verified
+    nodes: float = 0.0  # that are expected to be verified
     limited_by: int = 0  # BlockSizeReason of the depth asked for
 
 

@@ -162,7 +162,7 @@ class Lanes:
         link.session.why_plain = BlockSizeReason.BLOCK_SIZE_REASON_EMPTY
         try:
             link.session.proposal = checked_proposal(
-                link, message, self._vocab_size, self._max_context
+                link, message, self._vocab_size, self._max_context, lane.port.facts.max_block_size
             )
         except TreeError:
             self.counters.malformed += 1
@@ -185,14 +185,15 @@ class Lanes:
     # -- waiting
 
     def awaited(self, running: Iterable[Session]) -> list[Awaited]:
-        """The proposals on their way that may be waited for: not from a lane that is behind."""
+        """The proposals on their way that may be waited for: not from a lane that is behind, nor
+        what was not asked yet for want of credits."""
         found = []
         for session in running:
             lane = self._lane_of.get(session.session_id)
             if lane is None or lane.behind or lane.pause or not session.at_anchor:
                 continue
             link = lane.links[session.session_id]
-            if link.asked:
+            if 0 < link.asked <= lane.outbox.sequence:
                 rows = self._rows_asked(lane, link.asked)
                 found.append(
                     Awaited(

@@ -11,6 +11,9 @@ from draftwire_kernels.tree import TokenTree
 from verifier_service.lane import Link
 from verifier_service.session import BlockSizeReason, Proposal, Session, Speculation
 
+_REASONS = frozenset(BlockSizeReason.values())
+_PARTS = frozenset(types_pb2.DraftPart.values())
+
 
 def session_key(session: Session, epoch: int) -> types_pb2.SessionKey:
     """The session at its present anchor."""
@@ -46,7 +49,11 @@ def speculation_to_proto(speculation: Speculation) -> types_pb2.SpeculationOptio
 
 
 def checked_proposal(
-    link: Link, message: drafter_pb2.Proposal, vocab_size: int, max_context: int
+    link: Link,
+    message: drafter_pb2.Proposal,
+    vocab_size: int,
+    max_context: int,
+    largest_block: int,
 ) -> Proposal | None:
     """What a drafter proposes for the session of `link`, without what may not be verified; None if
     nothing is left. Raises TreeError if it is no tree, or past what was allowed."""
@@ -54,12 +61,16 @@ def checked_proposal(
     tree = TokenTree(tuple(message.tree.token_ids), tuple(message.tree.parents))
     count = len(tree.tokens)
     tree.validate(vocab_size, max(1, session.request.speculation.max_nodes), max(1, count))
-    parts = tuple(message.tree.parts) if len(message.tree.parts) == count else ()
+    parts = tuple(map(_known_part, message.tree.parts)) if len(message.tree.parts) == count else ()
     claims = tuple(message.tree.log_probs) if len(message.tree.log_probs) == count else ()
-    reason: int = message.reason
+    # What is counted by these must not grow with whatever a drafter makes up.
+    size = min(max(1, message.block_size), largest_block)
+    reason = message.reason if message.reason in _REASONS else 0
     if reason == BlockSizeReason.BLOCK_SIZE_REASON_MAX_TOKENS and link.limited_by:
         reason = link.limited_by  # the drafter was told a depth, and not why
-    proposal = Proposal(
-        session.base, tree, parts, message.block_size, reason, claims, link.asked_depth
-    )
+    proposal = Proposal(session.base, tree, parts, size, reason, claims, link.asked_depth)
     return proposal.pruned(session.drafts_allowed(max_context))
+
+
+def _known_part(part: int) -> int:
+    return part if part in _PARTS else 0

@@ -15,17 +15,64 @@ import numpy as np
 from verifier_service.budget import Floats, Ints, Prober, Wish
 from verifier_service.survival import SessionTrust, Trust
 
-_SESSION_MEMORY, _DRAFTER_MEMORY = 4, 8  # proposals
+_SESSION_MEMORY, _DRAFTER_MEMORY = 8, 32  # proposals
+# Proposals of a session that what its drafter gave others counts as: gains are so unequal, many
+# rounds with none and some with a whole block, that the mean of a few says little.
+_PRIOR = 6
+# Proposals that were never made but are counted in as good ones: a drafter is not given up for the
+# bad luck of its first few. They count for less the more real ones there were.
+_BENEFIT = 1.5
+_BINS = 4  # kinds of nodes that are kept apart at each depth, in a drafter's summary
 _HOPEFUL = 0.75  # chance of each token of a drafter that nothing is known of
 _REACH = 4  # tokens that a path cut off at the depth asked for is imagined to go on
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A late proposal: survival and depth (1 for children of the anchor) of its nodes."""
+    """A late proposal: survival and depth (1 for children of the anchor) of its nodes. Or the mean
+    of many: then `weights` says of how many nodes of a proposal each stands for."""
 
     survivals: Floats
     depths: Ints
+    weights: Floats
+
+    @property
+    def nodes(self) -> float:
+        """How many there are in a proposal."""
+        return float(self.weights.sum())
+
+    @property
+    def gain(self) -> float:
+        """Expected accepted tokens of a proposal."""
+        return float(self.survivals @ self.weights)
+
+
+def single(survivals: Floats, depths: Ints) -> Memory:
+    """One proposal."""
+    return Memory(survivals, depths, np.ones(len(survivals)))
+
+
+def mean(memories: Sequence[Memory], shares: Sequence[float]) -> Memory:
+    """Of several, each with its share."""
+    return Memory(
+        np.concatenate([memory.survivals for memory in memories]),
+        np.concatenate([memory.depths for memory in memories]),
+        np.concatenate([m.weights * share for m, share in zip(memories, shares, strict=True)]),
+    )
+
+
+def summary(memories: Sequence[Memory]) -> Memory:
+    """The mean of several in few nodes: at each depth, sorted by survival, neighbours are merged
+    until `_BINS` are left."""
+    whole = mean(memories, [1 / len(memories)] * len(memories))
+    order = np.lexsort((-whole.survivals, whole.depths))
+    depths, survivals, weights = whole.depths[order], whole.survivals[order], whole.weights[order]
+    first = np.searchsorted(depths, depths)  # where its depth begins
+    count = np.searchsorted(depths, depths, side="right") - first
+    bins = depths * _BINS + (np.arange(len(depths)) - first) * _BINS // np.maximum(count, 1)
+    _, starts = np.unique(bins, return_index=True)
+    heavy = np.add.reduceat(weights, starts)
+    return Memory(np.add.reduceat(survivals * weights, starts) / heavy, depths[starts], heavy)
 
 
 def remember(survivals: Floats, depths: Sequence[int], asked_depth: int) -> Memory:
@@ -34,17 +81,17 @@ def remember(survivals: Floats, depths: Sequence[int], asked_depth: int) -> Memo
     at = np.asarray(depths, dtype=np.int64)
     deepest = int(at.max(initial=0))
     if not deepest or deepest < asked_depth:
-        return Memory(survivals, at)
+        return single(survivals, at)
     last = float(survivals[at == deepest].max())
     further = np.arange(1, _REACH + 1)
     imagined = last * last ** (further / deepest)
-    return Memory(np.concatenate([survivals, imagined]), np.concatenate([at, deepest + further]))
+    return single(np.concatenate([survivals, imagined]), np.concatenate([at, deepest + further]))
 
 
 def hopeful(depth: int) -> Memory:
     """The example where nothing is known: good enough to be tried."""
     at = np.arange(1, max(1, min(depth, 8)) + 1)
-    return Memory(np.power(_HOPEFUL, at.astype(np.float64)), at)
+    return single(np.power(_HOPEFUL, at.astype(np.float64)), at)
 
 
 @dataclass(slots=True)
@@ -52,17 +99,41 @@ class DrafterMind:
     """What one drafter's proposals were worth, over all sessions; kept when its lane is lost."""
 
     trust: Trust = field(default_factory=Trust)
-    late: dict[int, deque[Memory]] = field(default_factory=dict)  # by temperature class
     prober: Prober = field(default_factory=Prober)
+    _late: dict[int, deque[Memory]] = field(default_factory=dict)  # by temperature class
+    _seen: dict[int, int] = field(default_factory=dict)  # how many there were
+    _summaries: dict[int, Memory] = field(default_factory=dict)
 
     def add(self, warmth: int, memory: Memory) -> None:
         """One more proposal of a temperature class."""
-        self.late.setdefault(warmth, deque(maxlen=_DRAFTER_MEMORY)).append(memory)
+        self._late.setdefault(warmth, deque(maxlen=_DRAFTER_MEMORY)).append(memory)
+        self._seen[warmth] = self._seen.get(warmth, 0) + 1
+        self._summaries.pop(warmth, None)
 
     def forget(self, warmth: int, kept: float) -> None:
-        """Keep the share `kept` of what claims were worth, and no example."""
+        """Keep the share `kept` of what claims were worth, and of the examples, the newest."""
         self.trust.fade(kept)
-        self.late.pop(warmth, None)
+        late = self._late.get(warmth, deque())
+        for _ in range(len(late) - int(kept * len(late))):
+            late.popleft()
+        if not late:
+            self._late.pop(warmth, None)
+        self._summaries.pop(warmth, None)
+
+    def doubt(self, warmth: int) -> float:
+        """Share of what is expected of it that it is given the benefit of the doubt for."""
+        return _BENEFIT / (_BENEFIT + self._seen.get(warmth, 0))
+
+    def usual(self, warmth: int) -> Memory | None:
+        """What its proposals are like; None if there was none. Another temperature's are better
+        than nothing: those there are most of."""
+        if warmth not in self._late:
+            if not self._late:
+                return None
+            warmth = max(self._late, key=lambda known: len(self._late[known]))
+        if warmth not in self._summaries:
+            self._summaries[warmth] = summary(self._late[warmth])
+        return self._summaries[warmth]
 
 
 @dataclass(slots=True)
@@ -84,12 +155,12 @@ class Mind:
             if not self.probe:
                 self.wish = None
 
-    def examples(self, warmth: int, depth: int) -> list[Memory]:
-        """Its late proposals, filled up with the drafter's until there are enough."""
-        missing = _SESSION_MEMORY - len(self.late)
-        others = list(self.drafter.late.get(warmth, ()))
-        if not others and self.drafter.late:
-            # Another temperature's examples are better than none: those there are most of.
-            others = list(sorted(self.drafter.late.values(), key=len)[-1])
-        found = [*self.late, *others[-missing:]] if missing else list(self.late)
-        return found or [hopeful(depth)]
+    def outlook(self, warmth: int, depth: int) -> Memory:
+        """What its next proposal may be like: its late ones, and its drafter's usual ones."""
+        usual = self.drafter.usual(warmth)
+        if usual is None:
+            return hopeful(depth)
+        doubt = self.drafter.doubt(warmth)
+        each = (1 - doubt) / (len(self.late) + _PRIOR)
+        shares = [each] * len(self.late) + [_PRIOR * each, doubt]
+        return mean([*self.late, usual, hopeful(depth)], shares)

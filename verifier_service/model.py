@@ -43,9 +43,17 @@ class TargetHost:
     """The target model with its row plan. One thread uses it."""
 
     def __init__(
-        self, model: nn.Module, *, invariant: bool = True, kernels: Kernels = "auto"
+        self,
+        model: nn.Module,
+        *,
+        invariant: bool = True,
+        kernels: Kernels = "auto",
+        keep_weights: bool = True,
     ) -> None:
-        """`kernels`: Triton's for attention and acceptance (auto: on CUDA), or the reference."""
+        """`kernels`: Triton's for attention and acceptance (auto: on CUDA), or the reference.
+        `keep_weights`: leave the model's weights as they are, for others to read; else a CPU's are
+        kept once, in the layout its products want, and `tensor` gives them as they were.
+        """
         self.model = model.eval()
         config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
         self._config = config
@@ -64,10 +72,16 @@ class TargetHost:
         self._hooks: dict[int, Any] = {}
         self.invariant = invariant
         self.kernels = kernels == "triton" or (kernels == "auto" and self.device.type == "cuda")
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        self._tied = head.weight.data_ptr() == embedding.weight.data_ptr()
         with torch.inference_mode():
-            self.plan = numerics.FAST
-            if invariant:
-                self.plan = numerics.certify(model, self.num_heads, self.kv_heads, self.head_dim)
+            self.plan = (
+                numerics.certify(model, self.num_heads, self.kv_heads, self.head_dim)
+                if invariant
+                else numerics.fast(model)
+            )
+        if self.plan.packed:
+            numerics.pack_products(model, replaced=not keep_weights)
         if self.plan.chunk is not None:
             numerics.cut_products(model, self.plan.chunk, pad=True)
         elif invariant:
@@ -111,6 +125,7 @@ class TargetHost:
             self.device,
             invariant=self.invariant,
             share=self.plan.share_attention,
+            most_tail=self.plan.most_tail,
             page_size=store.page_size if self.kernels else 0,
         )
         keep = self._logit_rows(packed)
@@ -137,11 +152,7 @@ class TargetHost:
     def tensor_names(self) -> list[str]:
         """Frozen tensors a drafter may ask for; a head tied to the embedding is not a second
         one."""
-        tied = (
-            self.tensor("lm_head.weight").data_ptr()
-            == self.tensor("embed_tokens.weight").data_ptr()
-        )
-        return ["embed_tokens.weight"] if tied else ["embed_tokens.weight", "lm_head.weight"]
+        return ["embed_tokens.weight"] if self._tied else ["embed_tokens.weight", "lm_head.weight"]
 
     def tensor(self, name: str) -> torch.Tensor:
         """A frozen tensor the drafter may ask for: "embed_tokens.weight" or "lm_head.weight"."""
@@ -154,7 +165,12 @@ class TargetHost:
                 "UNKNOWN_TENSOR", f"tensor {name!r} is not on offer", tensor=name
             )
         module = getattr(self.model, modules[name])()
-        return module.weight.detach()  # type: ignore[no-any-return]
+        return _dense(module.weight.detach())
+
+
+def _dense(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in the layout it was loaded in."""
+    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def _decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
@@ -216,7 +232,7 @@ def weights_digest(model: nn.Module) -> str:
     """SHA-256 over the names and shapes of all weights and a fixed sample of the values of each."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
-        flat = weight.detach().reshape(-1)
+        flat = _dense(weight.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
         digest.update(json.dumps([name, list(weight.shape)]).encode())
         digest.update(sample.numpy().tobytes())

@@ -52,22 +52,44 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
+class Tail:
+    """Keys of a tree's tail in physical order, the same for all rows of a session: slots [S, T];
+    hidden bool [S, R, T]: those off a row's path; blocks [S, T]: the logical block of each from the
+    tail's first on; order [S, R, W]: where each logical position of a row's path is among them;
+    beyond bool [S, R, W]: positions past the row's own.
+    """
+
+    slots: torch.Tensor
+    hidden: torch.Tensor
+    blocks: torch.Tensor
+    order: torch.Tensor
+    beyond: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTail:
+    """Keys of each row's tail in logical order: slots [S, R, T], hidden bool [S, R, T]."""
+
+    slots: torch.Tensor
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionGroup:
     """Sessions whose attention runs as one batch; S sessions, R rows each (padded), L shared keys,
-    T keys of the row's own.
+    T keys of the tail, which begins at the block that holds the first of the rows.
 
-    rows [S, R] index into the packed rows (padding repeats row 0); shared_slots [S, L]; positions
-    [S, R] logical, -1 for padding; shared_limit [S]: keys at or past it are not shared; tail_slots
-    [S, R, T] with tail_start [S], or None (invariant arithmetic, trees); visible bool [S, R, L], or
-    None for causal (fast arithmetic, trees: all rows are shared keys).
+    rows [S, R] index into the packed rows (padding repeats row 0); positions [S, R] logical, -1 for
+    padding; shared_slots [S, L] and shared_hidden bool [S, R, L]: keys a row must not look at; tail
+    as `Tail` or `OwnTail` (invariant arithmetic, trees), or None; visible bool [S, R, L], or None
+    for causal (fast arithmetic, trees: all rows are shared keys).
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
     shared_slots: torch.Tensor
-    shared_limit: torch.Tensor
-    tail_slots: torch.Tensor | None
-    tail_start: torch.Tensor | None
+    shared_hidden: torch.Tensor
+    tail: Tail | OwnTail | None
     visible: torch.Tensor | None
     real_rows: torch.Tensor  # flat index of the rows of [S * R] that are not padding
     targets: torch.Tensor  # packed row of each of them
@@ -104,6 +126,7 @@ def pack(
     *,
     invariant: bool = True,
     share: bool = True,
+    most_tail: int = 0,
     page_size: int = 0,
 ) -> Packed:
     """Lay `feeds` out as one step.
@@ -111,9 +134,10 @@ def pack(
     `row_buckets`: row counts a step may have; `attention_rows`: rows a session may have in an
     attention group.
     `share=False` gives every row all its keys of its own (slow, for processors on which shared and
-    own sums differ in bits). `page_size`: lay attention out for the device's paged kernels.
+    own sums differ in bits). `most_tail`: keys up to which the rows of a tree may share its tail in
+    physical order. `page_size`: lay attention out for the device's paged kernels.
     """
-    layout = _Layout(tuple(attention_rows), device, invariant, share)
+    layout = _Layout(tuple(attention_rows), device, invariant, share, most_tail)
     offsets: list[int] = []
     logit_offsets: list[int] = []
     logit_rows: list[int] = []
@@ -170,6 +194,7 @@ class _Layout:
     device: torch.device
     invariant: bool
     share: bool
+    most_tail: int
 
     def own(self, feed: Feed) -> bool:
         """Whether the rows of `feed` need keys of their own."""
@@ -207,31 +232,68 @@ def _group(
         row_index[s, n:] = offsets[s]
         positions[s, :n] = feed.base + np.asarray(feed.depths())
         shared[s, : limits[s]] = feed.slots[: limits[s]]
-    tail = visible = None
+    tail: Tail | OwnTail | None = None
+    visible = None
     if own:
-        width = int((positions.max(axis=1) + 1 - np.asarray(limits)).max())
+        starts = np.asarray(limits)
+        width = int((positions.max(axis=1) + 1 - starts).max())
         width = -(-width // BLOCK) * BLOCK
-        tail = np.full((count, rows, width), SCRATCH_PAGE, dtype=np.int64)
-        for s, feed in enumerate(feeds):
-            tail[s, : len(feed.tokens)] = _paths(feed, limits[s], width)
+        own_keys = max(f.base + len(f.tokens) - at for f, at in zip(feeds, limits, strict=True))
+        own_keys = -(-own_keys // BLOCK) * BLOCK
+        if layout.share and own_keys <= layout.most_tail:
+            tail = _tail(feeds, limits, rows, own_keys, width, device)
+        else:
+            own_slots = np.full((count, rows, width), SCRATCH_PAGE, dtype=np.int64)
+            for s, feed in enumerate(feeds):
+                own_slots[s, : len(feed.tokens)] = _paths(feed, limits[s], width)
+            index = starts[:, None, None] + np.arange(width)
+            tail = OwnTail(
+                _tensor(own_slots, device), _tensor(index > positions[:, :, None], device)
+            )
     elif not layout.invariant and not all(feed.is_chain for feed in feeds):
         visible = np.zeros((count, rows, length), dtype=np.bool_)
         for s, feed in enumerate(feeds):
             visible[s, : len(feed.tokens), : limits[s]] = _ancestors(feed)
         visible[:, :, 0] |= positions < 0
     real = np.flatnonzero(positions.reshape(-1) >= 0)
-    limit_array = np.asarray(limits, dtype=np.int64)
+    last = np.minimum(positions, np.asarray(limits)[:, None] - 1)
     return AttentionGroup(
         rows=_tensor(row_index, device),
         positions=_tensor(positions, device),
         shared_slots=_tensor(shared, device),
-        shared_limit=_tensor(limit_array, device),
-        tail_slots=None if tail is None else _tensor(tail, device),
-        tail_start=None if tail is None else _tensor(limit_array, device),
+        shared_hidden=_tensor(np.arange(length) > last[:, :, None], device),
+        tail=tail,
         visible=None if visible is None else _tensor(visible, device),
         real_rows=_tensor(real, device),
         targets=_tensor(row_index.reshape(-1)[real], device),
     )
+
+
+def _tail(
+    feeds: Sequence[Feed],
+    starts: Sequence[int],
+    rows: int,
+    width: int,
+    logical_width: int,
+    device: torch.device,
+) -> Tail:
+    count = len(feeds)
+    slots = np.full((count, width), SCRATCH_PAGE, dtype=np.int64)
+    hidden = np.ones((count, rows, width), dtype=np.bool_)
+    blocks = np.zeros((count, width), dtype=np.int64)
+    order = np.zeros((count, rows, logical_width), dtype=np.int64)
+    beyond = np.ones((count, rows, logical_width), dtype=np.bool_)
+    for s, (feed, start) in enumerate(zip(feeds, starts, strict=True)):
+        n, before = len(feed.tokens), feed.base - start
+        slots[s, : before + n] = feed.slots[start : feed.base + n]
+        logical = np.concatenate([np.arange(before), before + np.asarray(feed.depths())])
+        blocks[s, : before + n] = logical // BLOCK
+        seen = _ancestors(feed)[:, start:]
+        hidden[s, :n, : before + n] = ~seen
+        row, column = np.nonzero(seen)
+        order[s, row, logical[column]] = column
+        beyond[s, row, logical[column]] = False
+    return Tail(*(_tensor(array, device) for array in (slots, hidden, blocks, order, beyond)))
 
 
 def _ancestors(feed: Feed) -> np.ndarray:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verifier_service.budget import Floats, Hope, Ints, Plan, Wish, choose, plan
-from verifier_service.costs import StepCosts
+from verifier_service.costs import Beside, StepCosts
 from verifier_service.lane import Lane
 from verifier_service.minds import DrafterMind, Memory, Mind, remember
 from verifier_service.session import BlockSizeReason as Reason
@@ -32,7 +32,7 @@ from verifier_service.survival import (
 
 _PLAN_EVERY = 0.05  # seconds; plans are made no more often, and take a hundredth of the time
 _PLAN_SHARE = 0.01
-PROBE_ROUNDS = 4  # a look at a drafter is so many rounds of one session
+PROBE_ROUNDS = 6  # a look at a drafter is so many rounds of one session
 PROBE_NODES = 3  # least nodes of it that are verified: a plain step has rows for them unfilled
 _YOUNG = 100  # rounds after which a drafter is known well enough to be doubted for less long
 _PROBE_GAIN = 1.0  # accepted tokens for which a look is waited for
@@ -94,7 +94,7 @@ class Policy:
             return
         choice = choose(
             [survivals for _, _, survivals in may_be_cut],
-            self.costs,
+            self._costs_of(sessions),
             anchors=tokens,
             rows=rows,
             wait_ms=self._wait_ms,
@@ -106,13 +106,18 @@ class Policy:
 
     def _keep(self, session: Session, proposal: Proposal, survivals: Floats, keep: Ints) -> None:
         """Take these nodes only; the load is to blame if the session alone would have had more."""
-        alone = choose([survivals], self.costs, anchors=1, rows=1, wait_ms=self._wait_ms).keep[0]
+        costs = self._costs_of([session])
+        alone = choose([survivals], costs, anchors=1, rows=1, wait_ms=self._wait_ms).keep[0]
         crowded = len(alone) > len(keep)
         reason = Reason.BLOCK_SIZE_REASON_LOAD if crowded else Reason.BLOCK_SIZE_REASON_SURVIVAL
         self.counters.cuts[reason] += 1
         session.proposal = proposal.kept(keep, reason) if len(keep) else None
         if session.proposal is None:
             session.why_plain = Reason.BLOCK_SIZE_REASON_NOT_WORTH
+
+    def _costs_of(self, sessions: Sequence[Session]) -> Beside:
+        """What steps of these sessions cost by their rows."""
+        return self.costs.beside(len(sessions), sum(session.base for session in sessions))
 
     def _survivals(self, session: Session, proposal: Proposal) -> Floats:
         mind = self.mind(session)
@@ -156,13 +161,23 @@ class Policy:
             mind.probed()
             self._next_plan = 0.0
 
-    def measured(self, rows: int, seconds: float, *, drafted: bool, prompts: bool) -> None:
-        """A step took `seconds`. One with pieces of prompts costs other things too and says
-        nothing."""
+    def measured(
+        self,
+        rows: int,
+        sessions: int,
+        context: int,
+        seconds: float,
+        *,
+        drafted: bool,
+        prompts: bool,
+    ) -> None:
+        """A step of `sessions` with `context` positions before them took `seconds`. One with pieces
+        of prompts costs other things too and says nothing."""
         if not prompts:
-            self.costs.observe(rows, 1e3 * seconds, drafted=drafted)
+            ms = 1e3 * seconds
+            self.costs.observe(rows, ms, drafted=drafted, sessions=sessions, context=context)
             for drafter in self._drafters.values():
-                drafter.prober.earn(1e3 * seconds)
+                drafter.prober.earn(ms)
 
     def forget(self, session: Session) -> None:
         """The session is over."""
@@ -187,15 +202,15 @@ class Policy:
                 continue
             self._meet(session, lane)
             if not session.request.speculation.adaptive:
-                memory = self._examples(session, lane)
-                rows += sum(len(m.survivals) for m in memory) // len(memory)
-                tokens += self.expected_gain(session, lane)
+                outlook = self._outlook(session, lane)
+                rows += round(outlook.nodes)
+                tokens += outlook.gain
             elif not (lane.behind or lane.pause):
                 lanes[lane.port.lane_id] = lane
                 hopes.append(self._hope(session, lane))
         found = plan(
             hopes,
-            self.costs,
+            self._costs_of(sessions),
             lambda lane_id, count: lanes[lane_id].costs.ms(count),
             anchors=tokens,
             rows=rows,
@@ -230,14 +245,13 @@ class Policy:
         mind.wish, mind.decided = wish, True
 
     def _hope(self, session: Session, lane: Lane) -> Hope:
-        mind, examples = self.mind(session), self._examples(session, lane)
-        survivals = np.concatenate([memory.survivals for memory in examples])
+        mind, outlook = self.mind(session), self._outlook(session, lane)
         return Hope(
             session.session_id,
             lane.port.lane_id,
-            survivals,
-            np.concatenate([memory.depths for memory in examples]),
-            np.full(len(survivals), 1 / len(examples)),
+            outlook.survivals,
+            outlook.depths,
+            outlook.weights,
             session.request.speculation.max_nodes,
             min(self.depth(session, lane), lane.port.facts.usual_block_size - 1),
             mind.wish is not None and not mind.probe,
@@ -284,8 +298,7 @@ class Policy:
 
     def expected_gain(self, session: Session, lane: Lane) -> float:
         """Accepted tokens expected of a whole proposal."""
-        examples = self._examples(session, lane)
-        return sum(float(memory.survivals.sum()) for memory in examples) / len(examples)
+        return self._outlook(session, lane).gain
 
     def depth(self, session: Session, lane: Lane) -> int:
         """Longest path that `session` could verify from `lane` in its next round."""
@@ -302,8 +315,8 @@ class Policy:
         mind.drafter = self._drafters.setdefault(key, DrafterMind())
         return mind
 
-    def _examples(self, session: Session, lane: Lane) -> list[Memory]:
-        return self.mind(session).examples(_warmth(session), self.depth(session, lane))
+    def _outlook(self, session: Session, lane: Lane) -> Memory:
+        return self.mind(session).outlook(_warmth(session), self.depth(session, lane))
 
 
 def _warmth(session: Session) -> int:

@@ -119,6 +119,10 @@ class Record:
         """It ends with an error instead."""
         self._outcome, self._error = "failed", error.reason
 
+    def broke(self) -> None:
+        """It ends with a fault of ours; the client is told INTERNAL."""
+        self._outcome, self._error = "failed", "INTERNAL_ERROR"
+
     def close(self) -> None:
         """The call is over."""
         refused = self._request is None or self._error == "QUEUE_FULL"

@@ -77,7 +77,7 @@ class Scheduler:
 
     def plan(self, hold: Collection[int] = ()) -> list[Work]:
         """Admit what fits and lay out the next step. `hold`: ids of sessions that sit it out."""
-        self._admit()
+        self.admit()
         work: list[Work] = []
         rows_left = self.budgets.max_step_rows
         prefill_left = self.budgets.prefill_rows
@@ -122,7 +122,8 @@ class Scheduler:
         pages = len(session.pages) + max(0, self.pool.free_pages - needed)
         return pages * self.pool.page_size - session.computed - 1
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Let waiting sessions run for which there are pages."""
         while self.waiting and len(self.running) < self.budgets.max_sessions:
             session = self.waiting[0]
             # At least one position is fed, so that there are logits to draw from.

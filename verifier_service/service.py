@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -60,6 +60,7 @@ class VerifierService:
         self._gpu: gpu.GpuMeter | None = None
         self._identity = types_pb2.ModelIdentity()
         self._instance = secrets.token_hex(8)
+        self._counted = verifier_pb2.VerifierGetInfoResponse()  # when the engine was last heard
         self._ready_at = time.monotonic()
         self._log = structlog.get_logger("verifier")
 
@@ -105,7 +106,10 @@ class VerifierService:
         tokenizer = target.load_tokenizer(source, revision=config.revision)
         model = target.load_model(source, dtype, config.device, revision=config.revision)
         host = target.TargetHost(
-            model, invariant=config.numerics == "invariant", kernels=config.kernels
+            model,
+            invariant=config.numerics == "invariant",
+            kernels=config.kernels,
+            keep_weights=False,
         )
         pool = PagePool(config.kv_tokens // config.page_size + 1, config.page_size)
         max_context = self._max_context(host, pool)
@@ -273,26 +277,40 @@ class VerifierService:
                 total_pages=engine.pool.num_pages - 1, page_size=engine.pool.page_size, **info
             )
         )
-        answer: concurrent.futures.Future[
-            tuple[types_pb2.AcceptanceStats, list[verifier_pb2.LaneInfo]]
-        ] = concurrent.futures.Future()
+        answer: concurrent.futures.Future[verifier_pb2.VerifierGetInfoResponse] = (
+            concurrent.futures.Future()
+        )
         statuses = list(self._drafters.status.values()) if self._drafters else []
 
         def tell() -> None:
             # Whoever asked may be gone by now: a cancelled future takes no result.
-            if answer.set_running_or_notify_cancel():
-                answer.set_result(
-                    (totals(engine).to_proto(), [_lane_info(engine, s) for s in statuses])
-                )
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(_counts(engine, statuses))
+            except Exception as error:  # noqa: BLE001  raised again by whoever asked
+                answer.set_exception(error)
 
         engine.post(tell)
         try:
-            acceptance, lanes = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
-            response.totals.CopyFrom(acceptance)
-            response.lanes.extend(lanes)
+            self._counted = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
         except TimeoutError:
+            # In a long step the last counters are told: they never go back.
             self._log.warning("engine did not answer GetInfo in time")
+        response.MergeFrom(self._counted)
         return response
+
+
+def _counts(
+    engine: Engine, statuses: Sequence[DrafterStatus]
+) -> verifier_pb2.VerifierGetInfoResponse:
+    """The part of GetInfo's answer that only the engine's thread may read."""
+    found = totals(engine)
+    return verifier_pb2.VerifierGetInfoResponse(
+        totals=found.to_proto(),
+        counters=found.to_totals(),
+        lanes=[_lane_info(engine, status) for status in statuses],
+    )
 
 
 def _lane_info(engine: Engine, status: DrafterStatus) -> verifier_pb2.LaneInfo:

@@ -125,6 +125,9 @@ class VerifierServicer:
         except DraftwireError as error:
             record.failed(error)
             raise
+        except Exception:
+            record.broke()
+            raise
         finally:
             record.close()
 

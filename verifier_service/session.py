@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FinishReason = verifier_pb2.FinishReason
 BlockSizeReason = types_pb2.BlockSizeReason
+_UINT32, _UINT64 = 2**32 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,29 +166,41 @@ class Statistics:
             getattr(self, name).update(getattr(other, name))
 
     def to_proto(self) -> types_pb2.AcceptanceStats:
-        """The message clients and trailers carry."""
+        """The message clients and trailers carry; counts past its width stay at the largest."""
+        return types_pb2.AcceptanceStats(**self._fields(_UINT32))
+
+    def to_totals(self) -> types_pb2.AcceptanceTotals:
+        """The same of many requests."""
+        return types_pb2.AcceptanceTotals(**self._fields(_UINT64))
+
+    def _fields(self, most: int) -> dict[str, Any]:
+        """What both messages have, counts of at most `most`."""
+
+        def fit(count: int) -> int:
+            return min(count, most)
+
         depth = max(self.drafted_at, default=-1) + 1
-        return types_pb2.AcceptanceStats(
-            rounds=self.rounds,
-            plain_rounds=self.plain_rounds,
-            drafted_tokens=self.drafted,
-            accepted_tokens=self.accepted,
-            rejected_tokens=self.drafted - self.accepted - self.discarded,
-            discarded_tokens=self.discarded,
-            accepted_per_position=[self.accepted_at[d] for d in range(depth)],
-            drafted_per_position=[self.drafted_at[d] for d in range(depth)],
-            stale_proposals=self.stale,
-            reopened=self.reopened,
-            mean_acceptance_length=1 + self.accepted / self.rounds if self.rounds else 1.0,
-            block_sizes=[
-                types_pb2.BlockSizeCount(block_size=size, reason=reason, rounds=count)  # type: ignore[arg-type]
+        return {
+            "rounds": fit(self.rounds),
+            "plain_rounds": fit(self.plain_rounds),
+            "drafted_tokens": fit(self.drafted),
+            "accepted_tokens": fit(self.accepted),
+            "rejected_tokens": fit(self.drafted - self.accepted - self.discarded),
+            "discarded_tokens": fit(self.discarded),
+            "accepted_per_position": [fit(self.accepted_at[d]) for d in range(depth)],
+            "drafted_per_position": [fit(self.drafted_at[d]) for d in range(depth)],
+            "stale_proposals": fit(self.stale),
+            "reopened": fit(self.reopened),
+            "mean_acceptance_length": 1 + self.accepted / self.rounds if self.rounds else 1.0,
+            "block_sizes": [
+                {"block_size": size, "reason": reason, "rounds": fit(count)}
                 for (size, reason), count in sorted(self.block_sizes.items())
             ],
-            accepted_per_part=[
-                types_pb2.PartCount(part=part, drafted=count, accepted=self.accepted_parts[part])  # type: ignore[arg-type]
+            "accepted_per_part": [
+                {"part": part, "drafted": fit(count), "accepted": fit(self.accepted_parts[part])}
                 for part, count in sorted(self.drafted_parts.items())
             ],
-        )
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from draftwire.v1 import drafter_pb2
 from verifier_service.lane import LaneFacts
 
 Encoding = drafter_pb2.FeatureEncoding
+_LEAST_MESSAGE = 64 * 1024  # bytes; as of the setting of both services
 
 
 def settle(hello: drafter_pb2.Hello, reply: drafter_pb2.HelloReply, target: str) -> LaneFacts:
@@ -38,6 +39,8 @@ def settle(hello: drafter_pb2.Hello, reply: drafter_pb2.HelloReply, target: str)
         raise _refuse("max_block_size", "at least 2", reply.max_block_size)
     if not reply.credits:
         raise _refuse("credits", "at least 1", reply.credits)
+    if 0 < reply.max_message_bytes < _LEAST_MESSAGE:  # 0: it does not say
+        raise _refuse("max_message_bytes", f"at least {_LEAST_MESSAGE}", reply.max_message_bytes)
     return LaneFacts(
         target=target,
         name=reply.drafter_name,

@@ -20,6 +20,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from draftwire_kernels.sampling import GREEDY_BELOW
+
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -37,7 +39,16 @@ _LANE_FADE, _SESSION_FADE = 1 / 96, 1 / 48
 def temperature_class(temperature: float) -> int:
     """0 greedy, 1 to 0.8, 2 to 1.2, 3 above: acceptance differs by temperature more than by
     anything else that is known beforehand."""
-    return 0 if temperature <= 0 else 1 if temperature <= 0.8 else 2 if temperature <= 1.2 else 3
+    # Below the least temperature the target takes the largest logit.
+    return (
+        0
+        if temperature < GREEDY_BELOW
+        else 1
+        if temperature <= 0.8
+        else 2
+        if temperature <= 1.2
+        else 3
+    )
 
 
 def claimed(log_probs: Sequence[float], count: int) -> Floats:

@@ -12,10 +12,11 @@ for its own proposal until that is overdue, but others go on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from verifier_service.costs import StepCosts
+from verifier_service.costs import Beside
 
 _HOLD_GAIN = 1.2  # accepted tokens for which a session sits a step out; one would be even
 
@@ -33,7 +34,7 @@ class Awaited:
     expected: float
     overdue: float
     gain: float
-    nodes: int
+    nodes: float
     patient: bool
 
 
@@ -60,7 +61,7 @@ def decide(
     now: float,
     ready: Ready,
     awaited: Sequence[Awaited],
-    costs: StepCosts,
+    costs: Beside,
     held: Collection[int] = (),
 ) -> Decision:
     """Step now, or wait for one more lane, two more, ...: whatever brings the most tokens per
@@ -101,11 +102,11 @@ def _rate(
     ready: Ready,
     arrived: Sequence[Awaited],
     missing: Sequence[Awaited],
-    costs: StepCosts,
+    costs: Beside,
 ) -> float:
     """Tokens per ms of waiting for `arrived` and stepping without `missing`."""
     plain = sum(not a.patient for a in missing)
-    rows = ready.rows + plain + sum(1 + a.nodes for a in arrived)
+    rows = math.ceil(ready.rows + plain + sum(1 + a.nodes for a in arrived) - 1e-6)
     if not rows:
         return 0.0
     tokens = ready.tokens + plain + sum(1 + a.gain for a in arrived)

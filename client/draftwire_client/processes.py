@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from draftwire import tether
 from draftwire_client.errors import FailedPrecondition, Unavailable
 
 _STOP_S = 30.0
@@ -42,7 +42,8 @@ class ServiceProcess:
     """One service, started now: `python -m MODULE` with `arguments`.
 
     Variables DRAFTWIRE_* of this process are not the service's. It ends with `stop` or `kill`, when
-    the object is dropped, and with this process. `log`: where stderr goes, else it is shared.
+    the object is dropped, and with this process, also if that is killed. `log`: where stderr goes,
+    else it is shared.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], log: Path | None = None) -> None:
@@ -53,8 +54,8 @@ class ServiceProcess:
         stderr: IO[bytes] | None = log.open("ab") if log else None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                stdin=subprocess.DEVNULL,
+                tether.command(module, arguments),
+                stdin=subprocess.PIPE,  # closed by the system when this process is gone
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
@@ -100,6 +101,7 @@ class ServiceProcess:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
+        _let_go(self._process)
 
     def kill(self) -> None:
         """End it at once (SIGKILL), as a crash would."""
@@ -127,6 +129,12 @@ def _listen(process: subprocess.Popen[str], addresses: list[str], told: threadin
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
+    _let_go(process)
+
+
+def _let_go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

@@ -90,8 +90,10 @@ def read_usage(usage: types_pb2.Usage) -> Usage:
     return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
 
 
-def read_acceptance(stats: types_pb2.AcceptanceStats) -> Acceptance:
-    """Acceptance statistics."""
+def read_acceptance(
+    stats: types_pb2.AcceptanceStats | types_pb2.AcceptanceTotals,
+) -> Acceptance:
+    """Acceptance statistics, of an answer or of all of a server's."""
     return Acceptance(
         rounds=stats.rounds,
         plain_rounds=stats.plain_rounds,
@@ -177,7 +179,8 @@ def read_info(info: verifier_pb2.VerifierGetInfoResponse) -> Info:
             steps=load.steps,
             tokens=load.tokens,
         ),
-        totals=read_acceptance(info.totals),
+        # An older server has the narrow form only.
+        totals=read_acceptance(info.counters if info.HasField("counters") else info.totals),
         devices=tuple(_device(device) for device in info.devices),
     )
 

@@ -26,7 +26,7 @@ from drafter_service.training.categories import category_temperatures, with_cate
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.offline import drafts_of
-from drafter_service.training.order import held_out, spread
+from drafter_service.training.order import held_out, split_of, spread
 from drafter_service.training.start import FrozenTarget
 from draftwire.config import ConfigError, setting
 
@@ -41,9 +41,12 @@ class CalibrateConfig:
     anchors: int = setting(24, help="blocks of a sequence", minimum=1, maximum=4096)
     limit: int = setting(60, help="held-out answers used; 0: all", minimum=0)
     validation: float = setting(
-        0.06, help="share of prompts held out, as in training; 1: all", minimum=0.0, maximum=1.0
+        0.06,
+        help="share of prompts held out, if the drafter does not know which; 1: all are used",
+        minimum=0.0,
+        maximum=1.0,
     )
-    seed: int = setting(0, help="held-out prompts, as in training, and anchors", minimum=0)
+    seed: int = setting(0, help="anchors; held-out prompts as for --validation", minimum=0)
     threads: int = setting(0, help="torch threads; 0: all cores", minimum=0, maximum=1024)
 
     def check(self) -> None:
@@ -66,7 +69,10 @@ def calibrate(config: CalibrateConfig, say: Callable[[str], None]) -> Calibratio
     network = BlockNetwork(drafter.model, target.embedding.float())
     trajectories = [t for name in config.features for t in read_features(Path(name))]
     keys = [t.response.key for t in trajectories]
-    _, held = held_out(keys, config.validation, config.seed)
+    share, seed = config.validation, config.seed
+    if share < 1:
+        share, seed = split_of(drafter.raw_config, share, seed)
+    _, held = held_out(keys, share, seed)
     chosen = [trajectories[i] for i in spread(held or range(len(keys)), config.limit)]
     sites = sites_of(network, chosen, config)
     say(f"{len(sites)} slots of {len(chosen)} answers")

@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from typing import Any
 import torch
 
 from drafter_service import checkpoint
+from drafter_service.training.choice import best, read_on
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.offline import drafts_of, modes_for, replay
+from drafter_service.training.order import held_out, split_of
 from drafter_service.training.start import FrozenTarget
 from drafter_service.training.statistics import Key, Tally, differences, early_bin, rows
 from draftwire.config import ConfigError, effective, setting
 
+PATHS = ("out", "features", "checkpoint", "chosen_on")  # of this machine: not in the report
 AT_ONCE = 16  # answers replayed side by side
 
 
@@ -42,6 +45,19 @@ class EvaluateConfig:
         0, help="deepest node that repetition may give; 0: the block's", minimum=0, maximum=255
     )
     limit: int = setting(0, help="answers of each source and temperature; 0: all", minimum=0)
+    held_out: float = setting(
+        0.0,
+        help="replay only held-out prompts: this share, or the drafter's if it knows; 0: all",
+        minimum=0.0,
+        maximum=0.5,
+    )
+    held_out_seed: int = setting(
+        0, help="seed that they were held out with, if the drafter does not know", minimum=0
+    )
+    chosen_on: Path | None = setting(
+        None, help="report on other answers: name the mode that is best there, and read it here"
+    )
+    within: int = setting(32, help="nodes of the best mode, at most", minimum=1, maximum=1024)
     resamples: int = setting(1000, help="bootstrap samples", minimum=10)
     seed: int = setting(0, help="seed of the bootstrap", minimum=0)
     device: str = setting("cpu", help="torch device")
@@ -69,33 +85,64 @@ def evaluate(config: EvaluateConfig, say: Callable[[str], None]) -> dict[str, An
     drafter.model.attach_target(target.embedding, target.head, vocab_size=target.vocab_size)
     network = BlockNetwork(drafter.model, target.embedding.to(device).float())
     size = config.block_size or drafter.config.block_size
-    chosen = _limited(
-        [t for name in config.features for t in read_features(Path(name))], config.limit
-    )
+    chosen = _limited(_wanted(config, drafter.raw_config), config.limit)
     budgets = [int(text) for text in config.budgets]
+    validation = _validation(config, drafter.sha256)
     tallies: dict[Key, Tally] = defaultdict(Tally)
     done = 0
     for group in _groups(chosen):
         _measure(network, group, size, budgets, config.deepest, tallies)
         done += len(group)
         say(f"{done}/{len(chosen)} answers")
+    results = rows(tallies, config.resamples, config.seed)
     report = {
         "checkpoint": drafter.name,
         "weights_sha256": drafter.sha256,
         "block_size": size,
         "target": target.identity,
         "machine": _machine(),
-        "settings": {
-            k: v for k, v in effective(config).items() if k not in ("out", "features", "checkpoint")
-        },
+        "settings": {k: v for k, v in effective(config).items() if k not in PATHS},
         "answers": len(chosen),
         "unit": "mean acceptance length: 1 + accepted / rounds, bonus or recovered token included",
-        "results": rows(tallies, config.resamples, config.seed),
+        "best": best(results, config.within),
+        "results": results,
         "differences": differences(tallies, config.resamples, config.seed),
     }
+    if validation is not None:
+        report["chosen_on_validation"] = read_on(validation, results, config.within)
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def _validation(config: EvaluateConfig, weights_sha256: str) -> dict[str, Any] | None:
+    """The report that the mode is chosen on, if there is one. Raises ConfigError if it is none, or
+    of another drafter.
+    """
+    path = config.chosen_on
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("results"), list):
+        raise ConfigError("--chosen-on", path, "a report of draftwire-train evaluate")
+    if found.get("weights_sha256") != weights_sha256:
+        raise ConfigError("--chosen-on", path, "a report of the same drafter")
+    return found
+
+
+def _wanted(config: EvaluateConfig, raw_config: Mapping[str, Any]) -> list[Trajectory]:
+    """All answers, or those to prompts that training held out. Raises ConfigError if none is."""
+    found = [t for name in config.features for t in read_features(Path(name))]
+    if not config.held_out:
+        return found
+    share, seed = split_of(raw_config, config.held_out, config.held_out_seed)
+    _, held = held_out([t.response.key for t in found], share, seed)
+    if not held:
+        raise ConfigError("--held-out", config.held_out, "a share that holds at least one prompt")
+    return [found[i] for i in held]
 
 
 def _groups(trajectories: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:

@@ -1,13 +1,14 @@
 """Which sequences come when: an order that depends on nothing but the seed and the step.
 
-Knows epochs, batches of like length and ranks. Does not know tensors; a run that is resumed finds
-its place by the step number alone.
+Knows epochs, batches of like length, ranks and held-out prompts. Does not know tensors; a run that
+is resumed finds its place by the step number alone.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 _WINDOW = 16  # batches sorted by length together
 
@@ -61,6 +62,15 @@ def held_out(keys: Sequence[str], share: float, seed: int) -> tuple[list[int], l
     if not training:
         training, validation = validation, []
     return training, validation
+
+
+def split_of(raw_config: Mapping[str, Any], share: float, seed: int) -> tuple[float, int]:
+    """Share and seed of the prompts that a drafter's training held out, from its config.json; those
+    given if that does not say. Every later step must hold out the same ones: what is fitted to
+    prompts that the drafter was trained on takes it for better than it is.
+    """
+    known = (raw_config.get("draftwire") or {}).get("held_out") or {}
+    return float(known.get("share", share)), int(known.get("seed", seed))
 
 
 def spread(indices: Sequence[int], count: int) -> list[int]:

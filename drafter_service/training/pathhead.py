@@ -27,7 +27,7 @@ from drafter_service.training.blocks import NO_LABEL, collate, draw_anchors
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.offline import Mode, drafts_of, replay
-from drafter_service.training.order import held_out, spread
+from drafter_service.training.order import held_out, split_of, spread
 from drafter_service.training.start import FrozenTarget
 from drafter_service.tree import Part
 from draftwire.config import ConfigError, setting
@@ -54,10 +54,15 @@ class PathHeadConfig:
     )
     weight_decay: float = setting(0.05, help="AdamW's weight decay", minimum=0.0)
     gamma: float = setting(4.0, help="decay of the slots' weights", minimum=0.01)
-    validation: float = setting(0.06, help="share of prompts held out", minimum=0.0, maximum=0.5)
+    validation: float = setting(
+        0.06,
+        help="share of prompts held out, if the drafter does not know which; 0: none",
+        minimum=0.0,
+        maximum=0.5,
+    )
     validation_answers: int = setting(24, help="held-out answers replayed", minimum=0)
     validation_nodes: int = setting(16, help="nodes of the replayed trees", minimum=1, maximum=1024)
-    seed: int = setting(0, help="weights, anchors and order", minimum=0)
+    seed: int = setting(0, help="weights, anchors, held-out prompts if unknown", minimum=0)
     threads: int = setting(0, help="torch threads; 0: all cores", minimum=0, maximum=1024)
 
     def check(self) -> None:
@@ -237,9 +242,10 @@ def path_head(config: PathHeadConfig, say: Callable[[str], None]) -> dict[str, f
     head = (target.embedding if target.head is None else target.head)[: target.vocab_size].float()
     network = BlockNetwork(model, embedding)
     trajectories = [t for name in config.features for t in read_features(Path(name))]
-    training, held = held_out(
-        [t.response.key for t in trajectories], config.validation, config.seed
-    )
+    share, seed = config.validation, config.seed
+    if share:
+        share, seed = split_of(raw, share, seed)
+    training, held = held_out([t.response.key for t in trajectories], share, seed)
     training = spread(training, config.limit)
     kept = [trajectories[i] for i in spread(held, max(config.validation_answers, 1))]
     size = model.config.block_size
@@ -280,6 +286,8 @@ def _with_head(
     """config.json and model of the drafter with a fresh head; a calibration it had is dropped."""
     own = dict(base.raw_config.get("draftwire") or {}) | {"path_rank": config.rank}
     own.pop("calibration", None)
+    if config.validation and "held_out" not in own:
+        own["held_out"] = {"share": config.validation, "seed": config.seed}
     raw = dict(base.raw_config) | {"draftwire": own, "dtype": "bfloat16"}
     raw.pop("torch_dtype", None)
     model = base.model

@@ -155,11 +155,14 @@ def plan(prompts: Sequence[Prompt], recipes: Sequence[Recipe], *, seed: int) -> 
 
 
 def plan_all(prompts: Sequence[Prompt], recipes: Sequence[Recipe], *, seed: int) -> list[Job]:
-    """One answer of every recipe to every prompt: what evaluation needs."""
+    """One answer of every recipe to every prompt: what evaluation needs. Another `seed` asks for
+    other answers, except at temperature 0, where there is only one.
+    """
     jobs = []
     for prompt in prompts:
         for recipe in recipes:
-            own_seed = random.Random(f"{seed} {prompt.key} {recipe.name}").randrange(MAX_SEED)
+            drawn = seed if recipe.temperature > 0 else 0
+            own_seed = random.Random(f"{drawn} {prompt.key} {recipe.name}").randrange(MAX_SEED)
             jobs.append(Job(f"{prompt.key}|{recipe.name}|{own_seed}", prompt, recipe, own_seed))
     return jobs
 

@@ -41,6 +41,7 @@ HELD_OUT = {
 }
 REGIMES = ("0.25:0", "0.25:0.7:20:0.8", "0.25:1", "0.25:1.5:20:0.95")
 FULL, SMOKE = "full", "smoke"
+DEEPEST = 31  # what serving lets repetition give by default
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class DemoConfig:
     scale: str = setting(
         FULL, help="full: the shipped drafter, hours; smoke: minutes", choices=(FULL, SMOKE)
     )
-    steps: int = setting(3000, help="optimiser steps at full size", minimum=1)
+    steps: int = setting(2800, help="optimiser steps at full size", minimum=1)
     lr: float = setting(4e-4, help="highest learning rate", minimum=0.0)
     block_size: int = setting(8, help="block size, anchor included", minimum=2, maximum=1024)
     layers: int = setting(3, help="draft layers", minimum=1, maximum=64)
@@ -109,6 +110,8 @@ def demo(config: DemoConfig, say: Callable[[str], None]) -> Path:
             ),
             say,
         )
+    say("training: the first steps, with one layer more")
+    train(first(config, out / "features-answers"), say)
     say("training")
     train(training(config, out / "features-answers"), say)
     export(ExportConfig(run=out / "run", out=out / "base", max_mib=32.0), say)
@@ -121,6 +124,7 @@ def demo(config: DemoConfig, say: Callable[[str], None]) -> Path:
             out=out / "offline.json",
             target=config.target,
             budgets=("7",) if small else ("7", "16", "32", "64"),
+            deepest=DEEPEST,
             resamples=50 if small else 1000,
             threads=threads,
         ),
@@ -131,51 +135,56 @@ def demo(config: DemoConfig, say: Callable[[str], None]) -> Path:
 
 def _add_head(config: DemoConfig, say: Callable[[str], None]) -> None:
     """The path-conditioned head and the calibration: base -> checkpoint. Short, so made whole."""
-    small, out = config.scale == SMOKE, config.out
-    base = training(config, out / "features-answers")
+    out = config.out
     if (out / "checkpoint").exists():
         return
     shutil.rmtree(out / "unfinished", ignore_errors=True)
     say("path head")
-    path_head(
-        PathHeadConfig(
-            features=base.features,
-            checkpoint=str(out / "base"),
-            out=out / "unfinished",
-            target=config.target,
-            rank=32 if small else 256,
-            anchors=12,
-            steps=40 if small else 1500,
-            validation=base.validation,
-            validation_answers=2 if small else 24,
-            seed=config.seed,
-            threads=config.threads,
-        ),
-        say,
-    )
+    path_head(head(config, out / "features-answers"), say)
     say("calibration")
-    calibrate(
-        CalibrateConfig(
-            features=base.features,
-            checkpoint=out / "unfinished",
-            target=config.target,
-            validation=base.validation,
-            seed=config.seed,
-            threads=config.threads,
-        ),
-        say,
-    )
+    calibrate(calibration(config, out / "features-answers"), say)
     (out / "unfinished").rename(out / "checkpoint")
 
 
-def training(config: DemoConfig, features_at: Path) -> TrainConfig:
-    """How the demo drafter is trained."""
+def first(config: DemoConfig, features_at: Path) -> TrainConfig:
+    """The demo drafter's beginning: one layer more, made of the target's last ones; `training`
+    leaves it out again.
+    """
     small = config.scale == SMOKE
+    return TrainConfig(
+        features=(str(features_at),),
+        out=config.out / "first",
+        target=config.target,
+        layers=config.layers + 1,
+        block_size=config.block_size,
+        objective="kl",
+        weights="dpace",
+        vocabulary=8192,
+        extra_tokens=512,
+        anchors=12 if small else 32,
+        batch=4 if small else 8,
+        steps=10 if small else 200,
+        lr=2 * config.lr,
+        warmup=0.15,
+        beta2=0.99,
+        validation=0.2 if small else 0.05,
+        validation_anchors=8,
+        save_every=100,
+        threads=config.threads,
+        seed=config.seed,
+    )
+
+
+def training(config: DemoConfig, features_at: Path) -> TrainConfig:
+    """How the demo drafter is trained: from `first`, without its last layer but one."""
+    small = config.scale == SMOKE
+    kept = [*range(config.layers - 1), config.layers]
     return TrainConfig(
         features=(str(features_at),),
         out=config.out / "run",
         target=config.target,
-        layers=config.layers,
+        base=str(config.out / "first" / "last"),
+        keep_layers=tuple(map(str, kept)),
         block_size=config.block_size,
         short_block=min(5, config.block_size),
         short_share=0.7,
@@ -188,10 +197,10 @@ def training(config: DemoConfig, features_at: Path) -> TrainConfig:
         batch=4 if small else 6,
         steps=160 if small else config.steps,
         lr=config.lr,
-        warmup=0.1 if small else 0.02,
+        warmup=0.1 if small else 0.005,
         beta2=0.99,
         schedule="level",
-        fall=0.3,
+        fall=0.3 if small else 0.357,
         average=0.9 if small else 0.99,
         validation=0.2 if small else 0.05,
         validation_anchors=8,
@@ -199,6 +208,36 @@ def training(config: DemoConfig, features_at: Path) -> TrainConfig:
         save_every=40 if small else 100,
         threads=config.threads,
         seed=config.seed,
+    )
+
+
+def head(config: DemoConfig, features_at: Path) -> PathHeadConfig:
+    """How its path-conditioned head is trained. Both steps hold out the prompts of the training."""
+    small = config.scale == SMOKE
+    return PathHeadConfig(
+        features=(str(features_at),),
+        checkpoint=str(config.out / "base"),
+        out=config.out / "unfinished",
+        target=config.target,
+        rank=32 if small else 256,
+        anchors=12 if small else 16,
+        steps=40 if small else 2500,
+        validation_answers=2 if small else 24,
+        seed=config.seed,
+        threads=config.threads,
+    )
+
+
+def calibration(config: DemoConfig, features_at: Path) -> CalibrateConfig:
+    """How its scores are calibrated."""
+    return CalibrateConfig(
+        features=(str(features_at),),
+        checkpoint=config.out / "unfinished",
+        target=config.target,
+        anchors=12,
+        limit=90,
+        seed=config.seed,
+        threads=config.threads,
     )
 
 

@@ -68,7 +68,7 @@ def begin(config: TrainConfig, target: FrozenTarget) -> tuple[dict[str, Any], Dr
         dtype=torch.bfloat16,
         trained=True,
     )
-    raw["draftwire"] |= own_facts(target)
+    raw["draftwire"] |= own_facts(target) | _split(config)
     model = random_model(parse(raw), config.seed)
     if config.init == "target":
         depth = target.identity["num_layers"]
@@ -92,7 +92,8 @@ def _from_base(config: TrainConfig, target: FrozenTarget) -> tuple[dict[str, Any
         raw["num_hidden_layers"] = len(kept)
         if raw.get("layer_types"):
             raw["layer_types"] = [raw["layer_types"][number] for number in kept]
-    own = dict(raw.get("draftwire") or {}) | own_facts(target) | {"trained": True}
+    # What the base was trained on is not held out any more: its split stays.
+    own = _split(config) | dict(raw.get("draftwire") or {}) | own_facts(target) | {"trained": True}
     if config.branches > 1:
         own["branches"] = config.branches
     raw["draftwire"] = own
@@ -101,6 +102,13 @@ def _from_base(config: TrainConfig, target: FrozenTarget) -> tuple[dict[str, Any
     model = random_model(parse(raw), config.seed)
     take_base(model, base.model, kept)
     return raw, model
+
+
+def _split(config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint remembers of the prompts that it was not trained on."""
+    if not config.validation:
+        return {}
+    return {"held_out": {"share": config.validation, "seed": config.seed}}
 
 
 def own_facts(target: FrozenTarget) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from drafter_service.training.blocks import NO_LABEL, collate, draw_anchors
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.objective import Loss, Objective, block_loss
-from drafter_service.training.order import Order, held_out
+from drafter_service.training.order import Order, held_out, split_of
 from drafter_service.training.parallel import Ranks, local_device
 from drafter_service.training.run_config import TrainConfig
 from drafter_service.training.schedule import RunningMean, learning_rate
@@ -56,14 +56,15 @@ class Trainer:
     ) -> None:
         self.config, self.ranks, self.say = config, ranks, say
         self.device = local_device(config.device)
-        training, held = held_out(
-            [t.response.key for t in trajectories], config.validation, config.seed
-        )
+        self.raw_config, model = begin(config, target)
+        share, seed = split_of(self.raw_config, config.validation, config.seed)
+        if (share, seed) != (config.validation, config.seed) and config.validation:
+            say(f"held out as for the base: {share:g} of the prompts, seed {seed}")
+        training, held = held_out([t.response.key for t in trajectories], share, seed)
         self.training = [t for i in training if len((t := trajectories[i]).tokens) > 3]
         self.held = [trajectories[i] for i in held]
         if not self.training:
             raise ConfigError("--features", config.features, "sequences of more than 3 tokens")
-        self.raw_config, model = begin(config, target)
         self.model = model.to(self.device, torch.float32).train().requires_grad_(True)
         head = (target.embedding if target.head is None else target.head)[: target.vocab_size]
         self.network = BlockNetwork(

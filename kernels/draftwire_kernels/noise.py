@@ -35,6 +35,7 @@ tokens too: one that wins is as good as always the owner of its group, and m res
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,6 +58,8 @@ BRANCH = 4
 GROUP = 64
 """Tokens that share a level-0 word."""
 BELOW_ONE = np.float32(1 - 2**-24)
+_CLOSE_TO_ONE = 0.99
+"""Uniforms above this lose digits of 1 - u, hence of their exponential, to rounding."""
 _FEW_GROUPS = 80
 """Up to this many scattered groups are made one by one; beyond, as part of one run from token 0."""
 
@@ -142,10 +145,17 @@ def uniform(seed: int, position: int, purpose: int, base: int = 0) -> float:
 
 
 def group_minima(
-    seed: int, position: int, groups: int, purpose: int = TARGET, base: int = 0
+    seed: int, position: int, groups: int, purpose: int = TARGET, base: int = 0, rows: int = 1
 ) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """Level 0 of groups 0 .. groups - 1: the smallest exponentials, fp32, and their owners."""
-    return _split(_generator(seed, (1, position, 0, base), purpose).words(groups))
+    """Level 0 of groups 0 .. groups - 1 of `rows` positions from `position` on: the smallest
+    exponentials, fp32 [rows * groups], and their owners.
+    """
+    generator = _generator(seed, (1, position, 0, base), purpose)
+    words = [generator.words(groups)]
+    for _ in range(1, rows):
+        generator.counter[1] += 1
+        words.append(generator.words(groups))
+    return _split(np.concatenate(words) if rows > 1 else words[0])
 
 
 def token_halves(
@@ -174,19 +184,28 @@ def group_halves(
     return _halves(np.concatenate(runs)).reshape(-1, GROUP)
 
 
-def token_uniforms(
+def token_exponentials(
     seed: int, position: int, purpose: int = TARGET, base: int = 0
 ) -> Callable[[int], float]:
-    """Level 1 of single tokens, as uniforms: the way to a few scattered ones.
+    """Level 1 of single tokens: their Exp(1), in fp64. The way to a few scattered ones.
 
-    The function serves until this thread asks for other noise.
+    Farther from the fp32 number than its last bits only where the uniform is close to one, and
+    there it is rounded as that is. The function serves until this thread asks for other noise.
     """
     generator = _generator(seed, (1, position, 1, base), purpose)
+    counter, log1p = generator.counter, math.log1p
+    philox, state = generator.philox, generator.state
+    words = philox.random_raw
 
     def of(token: int) -> float:
-        generator.counter[0] = token // 8
-        half = np.float32(_halves(generator.words(4))[token % 8])
-        return float(min(half * np.float32(2**-32) + np.float32(2**-33), BELOW_ONE))
+        counter[0] = token >> 3
+        philox.state = state
+        word = words(4).item(token >> 1 & 3)
+        half = word >> 32 if token & 1 else word & 0xFFFFFFFF
+        u = half * 2.0**-32 + 2.0**-33
+        if u > _CLOSE_TO_ONE:
+            u = float(uniform32(np.array([half], dtype=np.uint32))[0])
+        return -log1p(-u)
 
     return of
 
@@ -278,19 +297,19 @@ class _Native:
     """numpy's Philox with its state dictionary kept, so that moving it is one assignment."""
 
     def __init__(self) -> None:
-        self._philox: Any = np.random.Philox(key=0)
+        self.philox: Any = np.random.Philox(key=0)
         # Lists of Python numbers: the setter reads them three times as fast as arrays.
         self.counter: list[int] = [0, 0, 0, 0]
         self.key: list[int] = [0, 0]
-        self._state: dict[str, Any] = dict(self._philox.state)
-        self._state["state"] = {"counter": self.counter, "key": self.key}
-        self._state["buffer"] = [0, 0, 0, 0]
-        self._state["buffer_pos"] = 4  # nothing buffered: the next word starts a block
+        self.state: dict[str, Any] = dict(self.philox.state)
+        self.state["state"] = {"counter": self.counter, "key": self.key}
+        self.state["buffer"] = [0, 0, 0, 0]
+        self.state["buffer_pos"] = 4  # nothing buffered: the next word starts a block
 
     def words(self, count: int) -> Words:
         """Words from the block after `counter` on; counter itself does not move."""
-        self._philox.state = self._state
-        raw: Words = self._philox.random_raw(count)
+        self.philox.state = self.state
+        raw: Words = self.philox.random_raw(count)
         return raw
 
 

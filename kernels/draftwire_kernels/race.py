@@ -1,6 +1,6 @@
 """The draw: which token of a row has the largest score + gumbel, without making all of the noise.
 
-Knows one row of scores on the host and the layout of `noise`. Knows nothing of how the scores were
+Knows rows of scores on the host and level 0 of their noise. Knows nothing of how the scores were
 made.
 
 No token of a group has a value above its score - log(the group's smallest exponential), and for the
@@ -12,86 +12,166 @@ groups of 64.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from draftwire_kernels import noise
+from draftwire_kernels.groups import (
+    LEAST,
+    SHIFT,
+    Groups,
+    Ids,
+    Key,
+    Level0,
+    NonFiniteRow,
+    argmax,
+    check_finite,
+    in_groups,
+    line_below,
+    make_level0,
+)
 from draftwire_kernels.noise import GROUP, Floats
+from draftwire_kernels.race_bulk import largest_values
 
-Ids = npt.NDArray[np.int64]
-Key = tuple[int, int, int, int]
-"""Seed, position, purpose and base of a draw."""
+__all__ = [
+    "NonFiniteRow",
+    "Races",
+    "argmax",
+    "check_finite",
+    "in_groups",
+    "perturbed_argmax",
+    "perturbed_argmax_of",
+    "perturbed_top",
+]
 
-_FIRST = 8
-"""Tokens tried first when more may win: a further pass costs as much as ten groups."""
 _TRIED, _TRIED_TOKENS = 32, 96
-"""Groups and tokens a single draw looks at one by one; a row that needs more is done in bulk."""
+"""Groups of a row looked at first, and tokens looked at one by one before the rest is."""
 _UP_TO = np.arange(_TRIED)
-_LEAST = float(np.finfo(np.float32).min)
+_NEAR, _MOST = np.float32(2.0**-20), np.float32(1e30)
 
 
-class NonFiniteRow(ValueError):
-    """A row of logits holds NaN or +inf, or excludes every token. Carries the row and the find."""
+class Races:
+    """The draws of rows at consecutive positions: what they have in common is made at once, the
+    rest when a row's winner is asked for.
+    """
 
-    def __init__(self, row: int, found: str) -> None:
-        super().__init__(f"row {row} of the logits has {found}")
-        self.row = row
-        self.found = found
+    def __init__(self, groups: Groups, key: Key, level0: Level0) -> None:
+        """key: of the first row; level0: of all."""
+        self._groups, self._key, self._level0 = groups, key, level0
+        rows, size = groups.maxima.shape
+        bounds = groups.maxima.ravel() - level0.logs
+        self._bounds = bounds = bounds.reshape(rows, size)
+        starts = np.arange(0, rows * size, size)
+        # The groups with the best bounds, and a bound for all the others.
+        tried = min(size, _TRIED)
+        if tried < size:
+            best = bounds.argpartition(-tried, axis=1)[:, -tried:]
+            best += starts[:, None]
+            others = bounds.take(best[:, 0])
+        else:
+            best = _UP_TO[:tried] + starts[:, None]
+            others = np.full(rows, -np.inf, dtype=np.float32)
+        flat = best.ravel()
+        reach = groups.table.reshape(-1, GROUP).take(flat, 0)
+        reach -= level0.logs.take(flat)[:, None]
+        reach = reach.ravel()
+        owned = reach.take(np.arange(0, reach.size, GROUP) + level0.owners.take(flat))
+        floors = owned.reshape(rows, tried).max(1)
+        # line_below of each. Beyond _MOST noise is lost to rounding, and no margin is needed.
+        lines = np.maximum(floors - _NEAR * (1 + np.minimum(np.abs(floors), _MOST)), LEAST)
+        cuts = np.maximum(lines, others)
+        self._others = others
+        live = (reach.reshape(rows, -1) >= cuts[:, None]).ravel().nonzero()[0]
+        # Tokens count through all the rows, as groups do.
+        self._tokens = flat.take(live >> SHIFT) * GROUP + (live & (GROUP - 1))
+        self._reach = reach.take(live)
+        self._ends = live.searchsorted(np.arange(rows + 1) * (tried * GROUP)).tolist()
+
+    def winner(self, row: int) -> int:
+        """Token of the largest score + gumbel, the lowest id among equals. Raises NonFiniteRow."""
+        self._groups.largest(row)
+        start, end = self._ends[row : row + 2]
+        seed, position, purpose, base = self._key
+        key = seed, position + row, purpose, base
+        lead = _Lead(key, self._level0, row * self._bounds.shape[1])
+        cut = lead.visit(self._tokens[start:end], self._reach[start:end])
+        cut = max(cut, self._others.item(row))
+        if cut >= lead.sure:
+            self._visit_others(lead, row, cut)
+        if lead.clear:
+            return lead.token
+        table, bounds = self._groups.table[row], self._bounds[row]
+        level0 = self._level0.of_row(row, len(table))
+        return largest_values(table, bounds, key, level0, 1, lead.sure)[0][0]
+
+    def _visit_others(self, lead: _Lead, row: int, cut: float) -> None:
+        """Let a lead visit what reaches it but no more than `cut`, above which all was visited."""
+        size = self._bounds.shape[1]
+        line = line_below(lead.sure)
+        pending = (self._bounds[row] >= line).nonzero()[0]
+        pending += row * size
+        reach = self._groups.table.reshape(-1, GROUP).take(pending, 0)
+        reach -= self._level0.logs.take(pending)[:, None]
+        reach = reach.ravel()
+        live = ((reach >= line) & (reach <= cut)).nonzero()[0]
+        tokens = pending.take(live >> SHIFT) * GROUP + (live & (GROUP - 1))
+        lead.leave(lead.visit(tokens, reach.take(live)))
 
 
-def check_finite(largest: float, row: int = 0) -> None:
-    """Raise NonFiniteRow unless a row's largest entry (NaN if it holds one) is a number."""
-    if largest != largest:
-        raise NonFiniteRow(row, "NaN")
-    if largest == np.inf:
-        raise NonFiniteRow(row, "+inf")
-    if largest == -np.inf:
-        raise NonFiniteRow(row, "no finite entry")
+class _Lead:
+    """The token with the largest value of those visited, and how far it is ahead.
 
+    Makes the noise of single tokens, best bound first: about a dozen. In fp64: values nearer to
+    each other than `_near` may stand the other way round in fp32.
+    """
 
-def in_groups(scores: Floats) -> Floats:
-    """Scores as [groups, 64], the last group filled up with -inf."""
-    missing = -scores.size % GROUP
-    if missing:
-        scores = np.concatenate([scores, np.full(missing, -np.inf, dtype=np.float32)])
-    return scores.reshape(-1, GROUP)
+    def __init__(self, key: Key, level0: Level0, first_group: int) -> None:
+        self.token = -1
+        self.sure = -math.inf
+        """A value that `token` is sure to reach."""
+        self._best = self._second = -math.inf
+        self._exponential = noise.token_exponentials(*key)
+        self._level0, self._first_group = level0, first_group
 
+    @property
+    def clear(self) -> bool:
+        """Whether no other token comes near."""
+        return self._second < self.sure
 
-def group_maxima(table: Floats) -> Floats:
-    """Largest score of each group, fp32 [groups]; NaN where the group holds one."""
-    maxima: Floats = torch.from_numpy(table).amax(1).numpy()
-    return maxima
+    def leave(self, bound: float) -> None:
+        """Take note that tokens up to this value are not visited."""
+        self._second = max(self._second, bound)
 
-
-def argmax(scores: Floats) -> int:
-    """Token of the largest score, the lowest id among equals. Raises NonFiniteRow."""
-    token = int(
-        scores.argmax()
-    )  # numpy's argmax stops at the first NaN, so the check below sees it
-    check_finite(float(scores[token]))
-    return token
-
-
-@dataclass(frozen=True, slots=True)
-class _Level0:
-    """What level 0 of the noise tells of a row, group by group."""
-
-    key: Key
-    minima: Floats
-    """Smallest exponential of each group."""
-    luck: Floats
-    """Its gumbel: no token of the group has more."""
-    owners: Ids
-    """Which of the 64 tokens has it."""
-
-
-def _level0(key: Key, groups: int) -> _Level0:
-    seed, position, purpose, base = key
-    minima, owners = noise.group_minima(seed, position, groups, purpose, base)
-    return _Level0(key, minima, -_log(minima), owners)
+    def visit(self, tokens: Ids, reach: Floats) -> float:
+        """Look at tokens, counted as groups are, of which `reach` is a bound. Returns a bound of
+        those left out because they are too many.
+        """
+        order = reach.argsort()[::-1]
+        left = -math.inf
+        if order.size > _TRIED_TOKENS:
+            left = reach.item(order.item(_TRIED_TOKENS))
+            order = order[:_TRIED_TOKENS]
+        best, second, sure = self._best, self._second, self.sure
+        offset = self._first_group * GROUP
+        exponential, log1p = self._exponential, math.log1p
+        owner, least = self._level0.owners.item, self._level0.minima.item
+        for token, value in zip(
+            tokens.take(order).tolist(), reach.take(order).tolist(), strict=True
+        ):
+            if value < sure:
+                left = -math.inf
+                break
+            group = token >> SHIFT
+            if token & (GROUP - 1) != owner(group):
+                value -= log1p(exponential(token - offset) / least(group))
+            if value > best:
+                best, second = value, best
+                self.token = token - offset
+                sure = best - _near(best)
+            elif value > second:
+                second = value
+        self._best, self._second, self.sure = best, second, sure
+        return left
 
 
 def perturbed_argmax(
@@ -101,23 +181,9 @@ def perturbed_argmax(
 
     scores fp32 [V], log-probabilities up to a constant, -inf = excluded. Raises NonFiniteRow.
     """
-    table = in_groups(scores)
-    maxima = group_maxima(table)
-    check_finite(float(maxima.max()))
-    level0 = _level0((seed, position, purpose, base), len(table))
-    bounds = maxima + level0.luck
-    # The groups with the best bounds, and a bound for all the others.
-    best, others = _UP_TO[: bounds.size], -np.inf
-    if bounds.size > _TRIED:
-        best = np.argpartition(bounds, -_TRIED)[-_TRIED:]
-        others = float(bounds[best[0]])
-    reach = table[best] + level0.luck[best, None]
-    floor = float(reach[_UP_TO[: best.size], level0.owners[best]].max())
-    reach = reach.ravel()
-    live = np.flatnonzero(reach >= max(_line(floor), others))
-    tokens = best[live // GROUP] * GROUP + live % GROUP
-    token, floor = _lead(tokens, reach[live], others, level0)
-    return _in_bulk(table, bounds, level0, 1, floor)[0][0] if token is None else token
+    key = seed, position, purpose, base
+    groups = in_groups(scores[None])
+    return Races(groups, key, make_level0(key, groups.maxima.shape[1])).winner(0)
 
 
 def perturbed_argmax_of(
@@ -131,17 +197,23 @@ def perturbed_argmax_of(
     """perturbed_argmax of a row in which all but some tokens are excluded: their ascending ids, at
     least one, and their finite scores, fp32.
     """
-    groups = tokens // GROUP
-    level0 = _level0((seed, position, purpose, base), int(groups[-1]) + 1)
-    reach = scores + level0.luck[groups]
-    owned = reach[level0.owners[groups] == tokens % GROUP]
-    live = np.flatnonzero(reach >= _line(float(owned.max()) if owned.size else -np.inf))
-    token, floor = _lead(tokens[live], reach[live], -np.inf, level0)
-    if token is None:
-        table = np.full((level0.minima.size, GROUP), -np.inf, dtype=np.float32)
-        table.ravel()[tokens] = scores
-        token = _in_bulk(table, group_maxima(table) + level0.luck, level0, 1, floor)[0][0]
-    return token
+    key = seed, position, purpose, base
+    return winner_of(tokens, scores, key, make_level0(key, (tokens.item(-1) >> SHIFT) + 1))
+
+
+def winner_of(tokens: Ids, scores: Floats, key: Key, level0: Level0) -> int:
+    """perturbed_argmax_of with the level 0 of at least the groups of the tokens."""
+    groups = tokens >> SHIFT
+    reach = scores - level0.logs.take(groups)
+    owned = reach[level0.owners.take(groups) == (tokens & (GROUP - 1))]
+    live = (reach >= line_below(owned.max().item() if owned.size else -np.inf)).nonzero()[0]
+    lead = _Lead(key, level0, 0)
+    lead.leave(lead.visit(tokens.take(live), reach.take(live)))
+    if lead.clear:
+        return lead.token
+    table = np.full((level0.minima.size, GROUP), -np.inf, dtype=np.float32)
+    table.ravel()[tokens] = scores
+    return largest_values(table, table.max(1) - level0.logs, key, level0, 1, lead.sure)[0][0]
 
 
 def perturbed_top(
@@ -156,141 +228,14 @@ def perturbed_top(
 
     Fewer if fewer tokens are not excluded. Raises NonFiniteRow.
     """
-    table = in_groups(scores)
-    maxima = group_maxima(table)
-    check_finite(float(maxima.max()))
-    level0 = _level0((seed, position, purpose, base), len(table))
-    return _in_bulk(table, maxima + level0.luck, level0, count, -np.inf)
-
-
-def _lead(tokens: Ids, reach: Floats, others: float, level0: _Level0) -> tuple[int | None, float]:
-    """The token with the largest value, None unless it is clear of all others and of tokens not
-    given, bounded by `others`; and a value that some token is sure to reach.
-
-    Makes the noise of single tokens, best bound first: about a dozen. In fp64: values nearer to
-    each other than `_near` may stand the other way round in fp32.
-    """
-    order = np.argsort(-reach)
-    if order.size > _TRIED_TOKENS:
-        others = max(others, float(reach[order[_TRIED_TOKENS]]))
-        order = order[:_TRIED_TOKENS]
-    tokens = tokens[order]
-    groups = tokens // GROUP
-    best, second, winner = -math.inf, others, None
-    uniform = noise.token_uniforms(*level0.key)
-    for token, bound, least, owner in zip(
-        tokens.tolist(),
-        reach[order].tolist(),
-        level0.minima[groups].tolist(),
-        level0.owners[groups].tolist(),
-        strict=True,
-    ):
-        if bound < best - _near(best):
-            break
-        value = bound
-        if token % GROUP != owner:
-            value -= math.log1p(-math.log1p(-uniform(token)) / least)
-        if value > best:
-            best, second, winner = value, max(second, best), token
-        else:
-            second = max(second, value)
-    if winner is None:
-        return None, best
-    sure = best - _near(best)
-    return winner if second < sure else None, sure
+    groups = in_groups(scores[None])
+    groups.largest(0)
+    key = seed, position, purpose, base
+    table = groups.table[0]
+    level0 = make_level0(key, len(table))
+    return largest_values(table, groups.maxima[0] - level0.logs, key, level0, count)
 
 
 def _near(value: float) -> float:
     """More than the roundings of two values of about this size: no |gumbel| exceeds 46."""
     return 2.0**-20 * (64 + abs(value))
-
-
-def _in_bulk(
-    table: Floats, bounds: Floats, level0: _Level0, count: int, floor: float
-) -> list[tuple[int, float]]:
-    """perturbed_top in fp32 throughout, given that `count` tokens are sure to reach `floor`."""
-    groups = _UP_TO[: len(table)] if len(table) <= _UP_TO.size else np.arange(len(table))
-    values = table[groups, level0.owners] + level0.luck
-    line = max(_line(_nth_largest(values, count)), floor)
-    # The tokens, without the owners, whose bound reaches what is known.
-    pending = np.flatnonzero(bounds >= line)
-    reach = table[pending] + level0.luck[pending, None]
-    reach[groups[: pending.size], level0.owners[pending]] = -np.inf
-    reach = reach.ravel()
-    live = np.flatnonzero(reach >= line)
-    tokens = pending[live // GROUP] * GROUP + live % GROUP
-    known = groups * GROUP + level0.owners, values
-    return _race(tokens, table.ravel()[tokens], reach[live], level0, known, count)
-
-
-def _race(
-    tokens: Ids,
-    scores: Floats,
-    reach: Floats,
-    level0: _Level0,
-    known: tuple[Ids, Floats],
-    count: int,
-) -> list[tuple[int, float]]:
-    """The largest of the values known and those of `tokens`, ascending, of which `reach` is a
-    bound.
-    """
-    known_tokens, values = known
-    groups = tokens // GROUP
-    while tokens.size:
-        first: slice | npt.NDArray[np.bool_] = slice(None)
-        if tokens.size > 2 * (_FIRST + count):
-            # The best of them first: that nearly always raises the floor above most others.
-            bar = np.partition(reach, -_FIRST - count)[-_FIRST - count]
-            opened = np.zeros(level0.minima.size, dtype=np.bool_)
-            opened[groups[reach >= bar]] = True
-            first = opened[groups]
-        found = scores[first] - _log_energy(tokens[first], groups[first], level0)
-        known_tokens = np.concatenate([known_tokens, tokens[first]])
-        values = np.concatenate([values, found])
-        if isinstance(first, slice):
-            break
-        rest = np.flatnonzero((reach >= _line(_nth_largest(values, count))) & ~first)
-        tokens, scores, reach, groups = tokens[rest], scores[rest], reach[rest], groups[rest]
-    return _largest(known_tokens, values, count)
-
-
-def _log_energy(tokens: Ids, groups: Ids, level0: _Level0) -> Floats:
-    """log(E) of ascending tokens that do not own their group's smallest exponential."""
-    new = np.empty(groups.size, dtype=np.bool_)
-    new[0] = True
-    np.not_equal(groups[1:], groups[:-1], out=new[1:])
-    seed, position, purpose, base = level0.key
-    halves = noise.group_halves(seed, position, groups[new], purpose, base)
-    energy = noise.exponential(noise.uniform32(halves[np.cumsum(new) - 1, tokens % GROUP]))
-    energy += level0.minima[groups]
-    return _log(energy)
-
-
-def _log(energy: Floats) -> Floats:
-    logs: Floats = torch.from_numpy(energy).log().numpy()
-    return logs
-
-
-def _line(floor: float) -> float:
-    """What a bound must reach for its token to reach `floor`; bounds of excluded tokens do not.
-
-    Two roundings lie between a value and its bound, and log need not be monotone.
-    """
-    return max(floor - 2.0**-20 * (1 + abs(floor)), _LEAST) if floor > -np.inf else _LEAST
-
-
-def _nth_largest(values: Floats, count: int) -> float:
-    if count > values.size:
-        return -np.inf
-    if count == 1:
-        return float(values.max())
-    return float(np.partition(values, -count)[-count])
-
-
-def _largest(tokens: Ids, values: Floats, count: int) -> list[tuple[int, float]]:
-    if count == 1:
-        best = values.max()
-        return [(int(tokens[values == best].min()), float(best))]
-    kept = np.flatnonzero((values >= _nth_largest(values, count)) & (values > -np.inf))
-    kept = kept[np.lexsort((tokens[kept], -values[kept]))][:count]
-    return list(zip(tokens[kept].tolist(), values[kept].tolist(), strict=True))

@@ -11,29 +11,27 @@ out unless a filter or a caller wants probabilities.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from draftwire_kernels.noise import Floats
-from draftwire_kernels.race import (
+from draftwire_kernels.filters import Filtered
+from draftwire_kernels.groups import (
+    Groups,
+    Level0,
     argmax,
     check_finite,
-    group_maxima,
     in_groups,
-    perturbed_argmax,
-    perturbed_argmax_of,
+    make_level0,
 )
+from draftwire_kernels.noise import TARGET, Floats
+from draftwire_kernels.race import Races, perturbed_argmax, winner_of
 from draftwire_kernels.sampling import History, Sampling, SamplingError
 
-Ids = npt.NDArray[np.int64]
-
-_FEW = 4096
-"""Up to this many kept tokens are drawn from one by one; more, as a row."""
-_SURELY = 1 + 1e-4
-"""More than fp32 sums of a row's weights differ by."""
+_HOST = torch.device("cpu")
+_FEW = 12288
+"""Up to this many kept tokens are drawn from as a list; more, as a row."""
 
 
 def target_scores(
@@ -51,34 +49,77 @@ def target_scores(
     from), SamplingError for a missing history or ids outside the vocabulary.
     """
     return kept_scores(
-        logits, sampling, position=position, history=history, allowed=allowed
-    ).masked()
+        logits[None], sampling, position=position, history=history, allowed=allowed
+    ).masked(0)
 
 
-@dataclass(frozen=True, slots=True)
 class KeptScores:
-    """Scores of a row and which of its tokens the filters keep."""
+    """Scores of rows at consecutive positions and which of their tokens the filters keep.
 
-    row: Floats
-    """fp32 [V], -inf = excluded before the filters; maybe the logits themselves: read only."""
-    ids: Ids | None
-    """The tokens kept, ascending; None: all that `row` does not exclude."""
+    What a draw needs of every row is made for all at once, the rest for rows that are asked for.
+    """
 
-    def masked(self) -> Floats:
-        """The row with -inf for every token that may not be drawn."""
-        if self.ids is None:
-            return self.row
-        kept = np.full_like(self.row, -np.inf)
-        kept[self.ids] = self.row[self.ids]
+    def __init__(self, rows: Floats, sampling: Sampling, position: int) -> None:
+        """rows fp32 [n, V], -inf = excluded before the filters; maybe the logits themselves.
+        position: of the first row's token.
+        """
+        self._rows, self._sampling = rows, sampling
+        self._key = sampling.seed, position, TARGET, 0
+        self._filtered: dict[int, Filtered] = {}
+
+    def masked(self, index: int) -> Floats:
+        """A row with -inf for every token that may not be drawn: read only. Raises NonFiniteRow if
+        it is filtered.
+        """
+        row = self._row(index)
+        if self._sampling.greedy or not self._sampling.filters:
+            return row
+        ids = self._of(index).ids
+        if ids is None:
+            return row
+        kept = np.full_like(row, -np.inf)
+        kept[ids] = row[ids]
         return kept
 
-    def draw(self, sampling: Sampling, position: int) -> int:
+    def draw(self, index: int) -> int:
         """The target's token: greedy argmax, else argmax(score + gumbel). Raises NonFiniteRow."""
-        if sampling.greedy:
-            return argmax(self.row)
-        if self.ids is None or self.ids.size > _FEW:
-            return perturbed_argmax(self.masked(), sampling.seed, position)
-        return perturbed_argmax_of(self.ids, self.row[self.ids], sampling.seed, position)
+        if self._sampling.greedy:
+            return argmax(self._row(index))
+        if not self._sampling.top_k and not self._of(index).few:
+            # Drawn from all tokens, one that the filters keep is also drawn from those kept.
+            token = self._races.winner(index)
+            if not self._sampling.filters or self._of(index).surely_keeps(token):
+                return token
+        ids = self._of(index).ids
+        seed, position, purpose, base = self._key
+        key = seed, position + index, purpose, base
+        if ids is None or ids.size > _FEW:
+            return perturbed_argmax(self.masked(index), *key)
+        level0 = self._level0.of_row(index, self._groups.maxima.shape[1])
+        return winner_of(ids, self._row(index).take(ids), key, level0)
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return in_groups(self._rows)
+
+    @cached_property
+    def _level0(self) -> Level0:
+        rows, groups = self._groups.maxima.shape
+        return make_level0(self._key, groups, rows)
+
+    @cached_property
+    def _races(self) -> Races:
+        return Races(self._groups, self._key, self._level0)
+
+    def _row(self, index: int) -> Floats:
+        row: Floats = self._rows[index]
+        return row
+
+    def _of(self, index: int) -> Filtered:
+        if index not in self._filtered:
+            row = self._row(index)
+            self._filtered[index] = Filtered(row, self._groups, index, self._sampling)
+        return self._filtered[index]
 
 
 def kept_scores(
@@ -89,13 +130,21 @@ def kept_scores(
     history: History | None = None,
     allowed: torch.Tensor | None = None,
 ) -> KeptScores:
-    """What a row's next token is drawn from. Arguments and errors as for `target_scores`."""
-    row = _host_row(logits, sampling, position, history, allowed)
-    if sampling.greedy:
-        return KeptScores(row, None)
-    if sampling.temperature != 1:
-        row = row / np.float32(sampling.temperature)
-    return KeptScores(row, _filter(row, sampling) if sampling.filters else None)
+    """What the next tokens of rows [n, V] at consecutive positions are drawn from; one row if any
+    is edited. Else arguments and errors as for `target_scores`.
+    """
+    rows, shared = _host_rows(logits, sampling, position, history, allowed)
+    if sampling.temperature != 1 and not sampling.greedy:
+        with np.errstate(over="ignore"):  # what a caller hides with a very low number stays hidden
+            rows = np.divide(rows, np.float32(sampling.temperature), out=None if shared else rows)
+    return KeptScores(rows, sampling, position)
+
+
+def edited(sampling: Sampling, position: int, allowed: torch.Tensor | None = None) -> bool:
+    """Whether bias, penalties, banned ids or a mask change the row of a position."""
+    banned = sampling.banned.size > 0 and position < sampling.banned_before
+    biased = sampling.needs_history or sampling.bias_ids.size > 0
+    return banned or biased or allowed is not None
 
 
 def normalise(scores: Floats) -> Floats:
@@ -107,19 +156,34 @@ def normalise(scores: Floats) -> Floats:
     return shifted.sub_(math.log(total)).numpy()
 
 
-def _host_row(
+def _host_rows(
     logits: torch.Tensor,
     sampling: Sampling,
     position: int,
     history: History | None,
     allowed: torch.Tensor | None,
-) -> Floats:
-    banned = sampling.banned.size > 0 and position < sampling.banned_before
-    edited = banned or allowed is not None or sampling.needs_history or sampling.bias_ids.size > 0
+) -> tuple[Floats, bool]:
+    """The rows with their edits, before the temperature; and whether they are the caller's own
+    memory.
+    """
+    edit = edited(sampling, position, allowed)
     source = logits.detach()
-    row: Floats = source.to("cpu", torch.float32, copy=edited).contiguous().numpy()
-    if not edited:
-        return row
+    host = source.to(_HOST, torch.float32, copy=edit).contiguous()
+    rows: Floats = host.numpy()
+    if edit:
+        if len(rows) != 1:
+            raise ValueError(f"logits must be one row if it is edited, got {len(rows)}")
+        _edit(rows[0], sampling, position, history, allowed)
+    return rows, host is source
+
+
+def _edit(
+    row: Floats,
+    sampling: Sampling,
+    position: int,
+    history: History | None,
+    allowed: torch.Tensor | None,
+) -> None:
     sampling.check_vocabulary(row.size)
     # A mask could hide a NaN, so it is looked for first.
     check_finite(float(torch.from_numpy(row).amax()))
@@ -129,11 +193,10 @@ def _host_row(
         if history is None:
             raise SamplingError("history", "given when a penalty is on", None)
         _penalise(row, sampling, history)
-    if banned:
+    if position < sampling.banned_before:
         row[sampling.banned] = -np.inf
     if allowed is not None:
         row[~allowed.detach().cpu().numpy()] = -np.inf
-    return row
 
 
 def _penalise(row: Floats, sampling: Sampling, history: History) -> None:
@@ -145,87 +208,3 @@ def _penalise(row: Floats, sampling: Sampling, history: History) -> None:
     seen -= np.float32(sampling.frequency_penalty) * counts
     seen -= np.float32(sampling.presence_penalty) * (counts > 0)
     row[ids] = seen
-
-
-def _filter(row: Floats, sampling: Sampling) -> Ids | None:
-    """Finite tokens that top-k, top-p and min-p keep, ascending; None: all of them."""
-    maxima = group_maxima(in_groups(row))
-    largest = maxima.max()
-    check_finite(float(largest))
-    ids: Ids | None = None
-    if 0 < sampling.top_k < row.size:
-        ids = _at_least(row, maxima, sampling.top_k)
-        ids = ids[_first(row[ids], sampling.top_k)]
-    if sampling.top_p < 1:
-        ids = _top_p(row, ids, maxima, largest, sampling.top_p)
-    if sampling.min_p > 0:
-        least = largest + np.float32(math.log(sampling.min_p))
-        ids = np.flatnonzero(row >= least) if ids is None else ids[row[ids] >= least]
-    if ids is not None and float(row[ids].min()) == -np.inf:
-        ids = ids[row[ids] > -np.inf]
-    return ids
-
-
-def _top_p(row: Floats, ids: Ids | None, maxima: Floats, largest: np.float32, top_p: float) -> Ids:
-    """The shortest prefix, by score and then id, that reaches top_p among `ids` (None: all)."""
-    if ids is not None:
-        values = row[ids]
-        need = top_p * float(_weights(values, largest).sum(dtype=np.float64))
-        return ids[_first(values, _prefix(values, largest, need))]
-    weights = _weights(row, largest)
-    total = float(torch.from_numpy(weights).sum())
-    need = top_p * total
-    # Few tokens hold most of a model's row. Of any upper set that holds enough, the prefix is the
-    # same.
-    for count in (16, 128):
-        ids = _at_least(row, maxima, count)
-        if float(weights[ids].sum()) >= need:
-            return ids[_first(row[ids], _prefix(row[ids], largest, need))]
-    # Tokens less likely than this one have less than 1 - top_p together.
-    lowest = (1 - top_p) * total / row.size
-    ids = np.flatnonzero(weights >= np.float32(0.99 * lowest))
-    held = weights[ids]
-    for likely in (1 / 16, 1 / 256, 1 / 4096):
-        # Any of these that holds enough leaves less to be sorted.
-        some = np.flatnonzero(held >= np.float32(likely * need / 16))
-        if some.size < ids.size and float(held[some].sum()) >= need * _SURELY:
-            ids = ids[some]
-            break
-    if float(weights[ids].sum()) < need:
-        ids = np.arange(row.size)
-    return ids[_first(row[ids], _prefix(row[ids], largest, need))]
-
-
-def _weights(values: Floats, largest: np.float32) -> Floats:
-    weights: Floats = torch.from_numpy(values - largest).exp_().numpy()
-    return weights
-
-
-def _at_least(row: Floats, maxima: Floats, count: int) -> Ids:
-    """Ids, ascending, of an upper set of the row: at least `count`, or all of it."""
-    if count >= row.size:
-        return np.arange(row.size)
-    if count <= maxima.size // 2:
-        # That many groups have a token as large as this one, hence that many tokens do.
-        least = np.partition(maxima, -count)[-count]
-    else:
-        least = np.partition(row, -count)[-count]
-    return np.flatnonzero(row >= least)
-
-
-def _prefix(values: Floats, largest: np.float32, need: float) -> int:
-    """How many of the values, largest first, it takes for exp(value - largest) to sum to `need`."""
-    sums = np.cumsum(_weights(np.sort(values)[::-1], largest), dtype=np.float64)
-    # A need just out of reach, by the last bits of the row's fp32 total, means all of them.
-    return min(int(np.searchsorted(sums, need)) + 1, values.size)
-
-
-def _first(values: Floats, count: int) -> Ids:
-    """Places, ascending, of the `count` largest values, the first ones among equals."""
-    if count >= values.size:
-        return np.arange(values.size)
-    least = np.partition(values, -count)[-count]
-    above = values > least
-    spare = count - int(above.sum())
-    above[np.flatnonzero(values == least)[:spare]] = True
-    return np.flatnonzero(above)

@@ -1,7 +1,8 @@
 """Rule `follow`: the target draws its own token at each node and walks to the child that bears it.
 
-Knows rows of logits, a tree and how tokens are drawn; evaluates only the rows on the walked path.
-Knows neither sessions nor stops: the caller cuts the tokens.
+Knows rows of logits, a tree and how tokens are drawn; looks at the rows on the walked path and at a
+few below that the walk is likely to meet. Knows neither sessions nor stops: the caller cuts the
+tokens.
 
 accepted: a drafted token the target drew too. recovered: the token drawn at the first node without
 a matching child. bonus: the token drawn below a leaf. committed: the accepted tokens and then the
@@ -20,7 +21,7 @@ import torch
 from draftwire_kernels import noise
 from draftwire_kernels.noise import Floats
 from draftwire_kernels.race import NonFiniteRow, argmax, perturbed_argmax, perturbed_top
-from draftwire_kernels.rows import kept_scores, normalise, target_scores
+from draftwire_kernels.rows import KeptScores, edited, kept_scores, normalise, target_scores
 from draftwire_kernels.sampling import History, Sampling
 from draftwire_kernels.tree import TokenTree
 
@@ -34,6 +35,9 @@ __all__ = [
     "target_logprobs",
     "target_scores",
 ]
+
+_AHEAD = 4
+"""Rows made at once; more and more of them while the walk goes as expected."""
 
 
 class Grammar(Protocol):
@@ -121,24 +125,19 @@ def follow(
     logprobs: list[float] = []
     top: list[tuple[tuple[int, float], ...]] = []
     undo: list[Callable[[], object]] = []
+    rows = _Rows(logits, tree, sampling, history, grammar)
     node: int | None = -1
     try:
         while node is not None:
             here = position + len(path)
             try:
-                scores = kept_scores(
-                    logits[node + 1],
-                    sampling,
-                    position=here,
-                    history=history,
-                    allowed=grammar.allowed() if grammar is not None else None,
-                )
-                token = scores.draw(sampling, here)
+                scores, index = rows.of(node, here)
+                token = scores.draw(index)
             except NonFiniteRow as error:
                 raise NonFiniteRow(node + 1, error.found) from None
             tokens.append(token)
             if want_logprobs or top_logprobs:
-                row = normalise(scores.masked())
+                row = normalise(scores.masked(index))
                 logprobs.append(float(row[token]))
                 top.append(most_likely(row, top_logprobs))
             node = tree.child(node, token)
@@ -157,6 +156,58 @@ def follow(
         tuple(logprobs) if want_logprobs else None,
         tuple(top) if top_logprobs else (),
     )
+
+
+class _Rows:
+    """The rows of a walk. Some are made before they are met, since several at once cost less: those
+    below a node by first children, for a drafter's best guess stands first.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        tree: TokenTree,
+        sampling: Sampling,
+        history: History | None,
+        grammar: Grammar | None,
+    ) -> None:
+        self._logits, self._tree, self._sampling = logits, tree, sampling
+        self._history, self._grammar = history, grammar
+        self._made: dict[int, tuple[KeptScores, int]] = {}
+        self._last = -1
+        self._ahead = _AHEAD
+
+    def of(self, node: int, position: int) -> tuple[KeptScores, int]:
+        """Scores with the node's among them, and which they are; position: of its token."""
+        if node not in self._made:
+            nodes = [node]
+            sampling, grammar = self._sampling, self._grammar
+            if grammar is None and not edited(sampling, position):
+                nodes = self._likely(node)
+            first = node + 1
+            consecutive = nodes[-1] - node == len(nodes) - 1
+            logits = self._logits
+            scores = kept_scores(
+                logits[first : first + len(nodes)]
+                if consecutive
+                else logits[[other + 1 for other in nodes]],
+                sampling,
+                position=position,
+                history=self._history,
+                allowed=grammar.allowed() if grammar is not None else None,
+            )
+            self._made = {other: (scores, index) for index, other in enumerate(nodes)}
+        self._last = node
+        return self._made[node]
+
+    def _likely(self, node: int) -> list[int]:
+        # Twice as many if the last ones were all met.
+        met = bool(self._made) and self._last == next(reversed(self._made))
+        self._ahead = 2 * self._ahead if met else _AHEAD
+        nodes = [node]
+        while len(nodes) < self._ahead and (children := self._tree.children(nodes[-1])):
+            nodes.append(children[0])
+        return nodes
 
 
 def most_likely(logprobs: Floats, count: int) -> tuple[tuple[int, float], ...]:

@@ -157,29 +157,36 @@ def _read_flags(
         flag, equals, inline = word.partition("=")
         name = flag[2:].replace("-", "_")
         option = options.get(name)
-        if option is None and name.startswith("no_"):
-            option = options.get(name[3:])
-            if option is not None and option.kind is bool and not equals:
-                values[option.name] = False
-                continue
-            option = None
+        negated = options.get(name[3:]) if option is None and name.startswith("no_") else None
+        if negated is not None and negated.kind is bool and not equals:
+            _once(values, negated.name, flag, "false")
+            values[negated.name] = False
+            continue
         if option is None and name != "config":
             raise ConfigError("flag", flag, "a known flag (--help lists them)")
         if option is not None and option.kind is bool and not equals:
+            _once(values, name, flag, "true")
             values[name] = True
             continue
         if not equals and (not words or words[0].startswith("--")):
             raise ConfigError(flag, "", "followed by a value")
         text = inline if equals else words.pop(0)
         if option is None:
+            if file is not None:
+                raise ConfigError(flag, text, "given once")
             file = text
         elif option.kind is tuple:
             values[name] = (*values.get(name, ()), *parse(option, flag, text))
-        elif name in values:
-            raise ConfigError(flag, text, "given once")
         else:
+            _once(values, name, flag, text)
             values[name] = parse(option, flag, text)
     return values, file
+
+
+def _once(values: Mapping[str, Any], name: str, where: str, text: object) -> None:
+    """Of two values one would be passed over without a word."""
+    if name in values:
+        raise ConfigError(where, text, "given once")
 
 
 def _read_variables(
@@ -217,7 +224,7 @@ def _read_variables(
 def _read_file(options: Mapping[str, Option], path: Path) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # tomllib lets int's own errors out
         raise ConfigError("--config", path, f"a readable TOML file ({error})") from error
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -226,6 +233,7 @@ def _read_file(options: Mapping[str, Option], path: Path) -> dict[str, Any]:
         option = options.get(name)
         if option is None:
             raise ConfigError(where, value, "a known setting")
+        _once(values, name, where, value)  # max-nodes and max_nodes are one
         if isinstance(value, list) and option.kind is tuple:
             if not all(isinstance(item, str) for item in value):
                 raise ConfigError(where, value, "a list of strings")

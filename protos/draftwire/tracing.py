@@ -15,7 +15,11 @@ from typing import Any
 from draftwire.config import ConfigError
 
 TRACEPARENT = "traceparent"
-_VALID = re.compile(r"[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+# https://www.w3.org/TR/trace-context/#traceparent-header; versions after 00 may go on, and are read
+# by the fields that they have in common. Version ff is none.
+_VALID = re.compile(
+    r"((?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-[ -~]*)?"
+)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
@@ -29,8 +33,13 @@ def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
 
 
 def checked(traceparent: str) -> str:
-    """`traceparent` if it is one, else empty: what peers send is not trusted."""
-    return traceparent if _VALID.fullmatch(traceparent) else ""
+    """`traceparent` without what only later versions know, empty if it is none: what peers send is
+    not trusted.
+    """
+    found = _VALID.fullmatch(traceparent)
+    if found is None or (found[2] is not None and traceparent.startswith("00-")):
+        return ""
+    return found[1]
 
 
 def trace_id_of(traceparent: str) -> str:

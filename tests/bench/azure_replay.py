@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
-from common import RESULTS, TARGET, say
+from common import RESULTS, TARGET, end_on_sigterm, run_module, say
 
 from draftwire_client.demo import drafter_arguments, service
 
@@ -45,13 +44,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("more", nargs="*", help="further flags of draftwire bench, after --")
     given = parser.parse_args()
+    end_on_sigterm()
     arguments, trained = drafter_arguments()
     address = free_address()
     command = [sys.executable, "-m", *arguments, "--listen", address, "--log-level", "warning"]
     verify = ["verifier_service", "--model", TARGET, "--drafters", address]
     say("azure_replay: starting the verifier")
     with service([*verify, "--numerics", given.numerics], "the verifier") as verifier:
-        bench = [sys.executable, "-m", "draftwire_client", "bench", "--target", verifier]
+        bench = ["draftwire_client", "bench", "--target", verifier]
         bench += ["--dataset-name", "azure", "--dataset-path", str(given.trace)]
         bench += ["--num-prompts", given.num_prompts, "--request-rate", given.request_rate]
         # Means of 720 and 120 tokens in the first minute of the conversations.
@@ -65,7 +65,7 @@ def main() -> int:
         bench += ["--metadata", f"trained_drafter={trained}"]
         bench += ["--save-result", "--result-dir", str(given.out), "--no-request-log"]
         bench += ["--result-filename", "azure_replay.json", *given.more]
-        return subprocess.run(bench, check=False).returncode
+        return run_module(*bench).returncode
 
 
 if __name__ == "__main__":

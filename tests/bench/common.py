@@ -14,6 +14,8 @@ import json
 import os
 import platform
 import random
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/fakes.py
 import numpy as np
 from fakes import Answer, generate
 
+from draftwire import tether
 from draftwire.models import resolve, unpacked
 from draftwire_client.demo import TARGET as TARGET
 
@@ -66,10 +69,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def end_on_sigterm() -> None:
+    """SIGTERM leaves the program by its `finally`, with what it has started stopped; call it first
+    in `main`."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def options(
     description: str | None, extra: Callable[[argparse.ArgumentParser], None] | None = None
 ) -> argparse.Namespace:
     """The arguments every benchmark takes: --quick, --seed, --out."""
+    end_on_sigterm()
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -121,6 +131,25 @@ def write(name: str, results: dict[str, Any], given: argparse.Namespace, load: f
         return
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"{name}.json").write_text(text + "\n")
+
+
+def run_module(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m WORDS` to its end; it ends with this program, however that ends. `settings`: of
+    Popen."""
+    command = tether.command(words[0], words[1:])
+    ours, held = os.pipe()
+    try:
+        process = subprocess.Popen(command, stdin=ours, text=True, **settings)
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            process.terminate()  # not killed, as subprocess.run would: it may have started others
+            process.wait()
+            raise
+    finally:
+        os.close(ours)
+        os.close(held)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def load_average() -> float:

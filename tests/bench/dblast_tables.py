@@ -1,19 +1,21 @@
 """Branches and losses compared at demo scale: K = 1, 2, 4, 8 with NLL, D-PACE and AL.
 
-Every run starts from one shared drafter whose backbone is frozen; its hidden states are computed
-once. What is trained is the expander (Linear hidden -> K x hidden, added to the hidden state; K = 1
-has one of the same kind) and the prior head, on the same blocks in the same order for all runs of a
-seed. NLL and D-PACE are the mixture's likelihood with weights 1 and D-PACE's; AL is the accepted
-length surrogate. Evaluated on answers to held-out benchmark prompts, over the 8,192 most used
-tokens, under the one-hot rule with the likeliest branch, the mixture rule with a drawn branch
-(prior tempered by Z_T, tuned on held-out training prompts for each way of sampling), and the token
-walk over the tree of all branches' chains. No noise coupling, no n-grams, no ranks: those are
-measured elsewhere.
+Every run starts from one shared drafter. What is trained is the expander (Linear hidden ->
+K x hidden, added to the hidden state; K = 1 has one of the same kind) and the prior head, on the
+same blocks in the same order for all runs of a seed; the backbone is frozen, its hidden states
+computed once, or trained along with `--train-backbone` (`dblast_joint`).
+NLL and D-PACE are the mixture's likelihood with weights 1 and D-PACE's; AL is the accepted length
+surrogate. Evaluated on answers to held-out benchmark prompts, over the 8,192 most used tokens,
+under the one-hot rule with the likeliest branch, the mixture rule with a drawn branch (prior
+tempered by Z_T, tuned on held-out training prompts for each way of sampling), and the token walk
+over the tree of all branches' chains. No noise coupling, no n-grams, no ranks: those are measured
+elsewhere.
 
     python tests/bench/dblast_tables.py --base CHECKPOINT --train FEATURES --eval FEATURES \\
-        --work DIR
+        --work DIR [--train-backbone --only k1-nll,k4-nll,k4-al]
 
-Each run is kept in DIR as soon as it is there; the same command goes on.
+Each run is kept in DIR as soon as it is there; the same command goes on. The result file holds both
+kinds of runs, each under its name; a command replaces its own.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import common
+import dblast_joint
 import numpy as np
 import torch
+from dblast_joint import Expander, Run, learning_rate, mixture_loss
 from dblast_report import RULES, TEMPERATURES, TREE, best_temperature, column_of, macro, table
-from torch import nn
 from torch.nn import functional as F
 
 from drafter_service import checkpoint
-from drafter_service.training import losses, rules
-from drafter_service.training.blocks import NO_LABEL, candidates, collate, draw_anchors
+from drafter_service.training import rules
+from drafter_service.training.blocks import candidates, collate, draw_anchors
 from drafter_service.training.features import Trajectory, read_features, read_manifest
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.order import held_out
@@ -50,44 +53,17 @@ AL_FROM = 0.5  # temperature from which answers are drawn, not chosen: AL needs 
 ROWS = 1024
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    branches: int
-    loss: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"k{self.branches}-{self.loss.lower()}-{self.seed}"
-
-
-def plan() -> list[Run]:
-    """The shared grid, in the order in which it is most useful if it is cut short."""
+def plan(only: str) -> list[Run]:
+    """The shared grid, in the order in which it is most useful if it is cut short; `only`: the
+    cells named, "k4-al" and so on.
+    """
     runs = [Run(k, loss, seed) for seed in range(3) for k in (1, 4) for loss in LOSSES]
-    return [*runs, Run(2, "AL", 0), Run(8, "AL", 0)]
-
-
-class Expander(nn.Module):
-    """What is trained on top of the frozen backbone."""
-
-    def __init__(self, size: int, branches: int, seed: int) -> None:
-        super().__init__()
-        self.branches = branches
-        self.offsets = nn.Linear(size, branches * size, bias=False)
-        self.prior = nn.Linear(size, branches, bias=False)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            # Not zero: branches that are alike get like gradients and never part.
-            self.offsets.weight.normal_(0.0, 0.005, generator=generator)
-            self.prior.weight.zero_()
-
-    def expand(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, branches, hidden]."""
-        offsets = self.offsets(rows).view(rows.shape[0], self.branches, -1)
-        out: torch.Tensor = rows[:, None] + offsets
-        return out
+    runs += [Run(2, "AL", 0), Run(8, "AL", 0)]
+    wanted = [name for name in only.split(",") if name]
+    for name in wanted:
+        if name not in {run.cell for run in runs}:
+            raise SystemExit(f"--only {name}: no cell of the grid")
+    return [run for run in runs if not wanted or run.cell in wanted]
 
 
 @torch.no_grad()
@@ -131,29 +107,14 @@ def train(run: Run, blocks: dict[str, torch.Tensor], head: torch.Tensor, vocabul
     )
     for step in range(args.steps):
         for group in optimiser.param_groups:
-            rise = min(1.0, (step + 1) / max(1, args.steps // 10))
-            group["lr"] = args.lr * rise * (1 - step / args.steps)
+            group["lr"] = learning_rate(args.lr, step, args.steps)
         at = [(step * args.blocks + i) % len(order) for i in range(args.blocks)]
         picked = order[at]
         hidden = blocks["hidden"][picked].float()
-        labels, target = blocks["labels"][picked], blocks["chances"][picked]
-        mask = labels != NO_LABEL
-        columns = vocabulary.cut(run.seed * 7919 + step, labels.reshape(-1))
-        logits = F.linear(model.expand(hidden[:, 1:][mask]), head[columns.ids])
-        assert columns.shift is not None
-        logprobs = torch.log_softmax(logits + columns.shift, dim=-1)
-        wanted = columns.columns(labels[mask])[:, None, None].expand(-1, run.branches, 1)
-        table = torch.zeros(*labels.shape, run.branches)
-        table[mask] = logprobs.gather(2, wanted)[:, :, 0]
-        prior = torch.log_softmax(model.prior(hidden[:, 0]), dim=-1)
-        mixture = losses.Mixture(prior, table.transpose(1, 2), mask)
-        said = mixture.conditionals()
-        if run.loss == "AL":
-            total = losses.accepted_length_loss(said, target, mask)
-        elif run.loss == "D-PACE":
-            total = mixture.nll(losses.dpace_weights(said, mask, 0.5))
-        else:
-            total = mixture.nll()
+        total = mixture_loss(
+            run, model, hidden, blocks["labels"][picked], blocks["chances"][picked],
+            head, vocabulary, run.seed * 7919 + step,
+        )  # fmt: skip
         optimiser.zero_grad()
         (total / len(picked)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -256,6 +217,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64, help="blocks of a step")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--only", default="", help="cells of the grid, as k4-al,k1-nll")
+    parser.add_argument("--train-backbone", action="store_true", help="train the backbone too")
+    parser.add_argument("--backbone-lr", type=float, default=2e-4)
     parser.add_argument("--each", type=int, default=4, help="answers of a benchmark and regime")
     parser.add_argument("--tuning", type=int, default=3, help="the same, to tune Z_T on")
     parser.add_argument("--resamples", type=int, default=1000)
@@ -281,22 +245,32 @@ def main() -> None:
     done: dict[str, Any] = {}
     blocks: dict[str, torch.Tensor] | None = None
     cases: dict[str, list[Case]] = {}
-    for run in plan():
+    start = {name: value.clone() for name, value in network.model.state_dict().items()}
+    for run in plan(args.only):
         path = args.work / f"{run.name}.json"
         if path.exists():
             done[run.name] = json.loads(path.read_text())
             continue
-        if blocks is None:
-            blocks = training_blocks(network, drawn[: args.answers], args.anchors, size)
-            for name, some in (("tuning", tuning), ("test", test)):
-                cases[name] = [
+        began = time.process_time()
+        if args.train_backbone:
+            # The runs before this one have moved it.
+            network.model.load_state_dict(start)
+            model = dblast_joint.train(run, network, drawn[: args.answers], whole, vocabulary, args)
+        else:
+            if blocks is None:
+                blocks = training_blocks(network, drawn[: args.answers], args.anchors, size)
+                common.say(f"{len(blocks['labels'])} blocks")
+                began = time.process_time()
+            model = train(run, blocks, whole, vocabulary, args)
+        trained = time.process_time() - began
+        if args.train_backbone or not cases:
+            cases = {
+                name: [
                     Case(t, evaluation_blocks(network, t, size), t.response.source, regime_of(t))
                     for t in some
                 ]
-            common.say(f"{len(blocks['labels'])} blocks, {len(tuning)} + {len(test)} answers")
-        began = time.process_time()
-        model = train(run, blocks, whole, vocabulary, args)
-        trained = time.process_time() - began
+                for name, some in (("tuning", tuning), ("test", test))
+            }
         tuned = evaluate(model, cases["tuning"], head, common_ids)
         result = {
             "branches": run.branches,
@@ -311,7 +285,9 @@ def main() -> None:
         lengths = {rule: macro(result["test"], column_of(rule, 1.0)) for rule in RULES}
         common.say(f"{run.name} { ({k: round(v, 3) for k, v in lengths.items()}) } {trained:.0f} s")
     report = {
-        "what": "expander and prior trained on a frozen backbone; see the script's text",
+        "what": "expander, prior and backbone trained from one drafter"
+        if args.train_backbone
+        else "expander and prior trained on a frozen backbone",
         "base_weights_sha256": base.sha256,
         "block_size": size,
         "settings": {k: v for k, v in vars(args).items() if isinstance(v, int | float)},
@@ -324,7 +300,9 @@ def main() -> None:
         **table(done, args.resamples),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    kept = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    kept["joint" if args.train_backbone else "frozen"] = report
+    args.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

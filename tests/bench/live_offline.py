@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=15)
     parser.add_argument("--out", type=Path, default=common.RESULTS / "live_offline.json")
     args = parser.parse_args()
+    common.end_on_sigterm()
     answers = chosen(args.features, args.each)
     target = FrozenTarget.load(common.TARGET, read_manifest(args.features))
     drafter = checkpoint.load(args.checkpoint, device=torch.device("cpu"), dtype=torch.float32)

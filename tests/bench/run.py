@@ -11,7 +11,10 @@ import argparse
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from draftwire.tether import leaving_on_sigterm
 
 HERE = Path(__file__).parent
 NAMES = (
@@ -32,17 +35,28 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    with leaving_on_sigterm():
+        return run(options.names or NAMES, quick=options.quick)
+
+
+def run(names: Sequence[str], *, quick: bool) -> int:
+    """How many of `names` failed."""
     failed = 0
-    for name in options.names or NAMES:
+    for name in names:
         started = time.monotonic()
-        command = [sys.executable, str(HERE / f"{name}.py"), *["--quick"] * options.quick]
+        command = [sys.executable, str(HERE / f"{name}.py"), *["--quick"] * quick]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(f"{name}:"):
-                sys.stdout.write(line)
-                sys.stdout.flush()
-        status = process.wait()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(f"{name}:"):
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+            status = process.wait()
+        except BaseException:
+            process.terminate()  # it stops what it has started
+            process.wait()
+            raise
         failed += status != 0
         word = "done" if status == 0 else f"FAILED, exit status {status}"
         sys.stdout.write(f"{name}: {word} in {time.monotonic() - started:.0f} s\n")

@@ -24,6 +24,8 @@ from typing import Any
 import common
 from fakes import tiny_target
 
+from draftwire import tether
+
 FULL = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -81,8 +83,8 @@ class Steps:
         began = time.monotonic()
         log = (self.work / f"{len(self.done)}.log").open("w")
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], env=self.env, stdout=subprocess.PIPE, stderr=log,
-            text=True,
+            tether.command(words[0], words[1:]), env=self.env, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
         assert process.stdout is not None
         for line in process.stdout:
@@ -95,8 +97,8 @@ class Steps:
         """A command; its output. Raises RuntimeError if it fails."""
         common.say("$ " + " ".join(words))
         began = time.monotonic()
-        result = subprocess.run(
-            [sys.executable, "-m", *words], env=self.env, capture_output=True, text=True
+        result = common.run_module(
+            *words, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         if result.returncode:
             raise RuntimeError(f"{' '.join(words)}: {result.stderr[-2000:]}")
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    common.end_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         report = dry_run(
             Path(folder), SMALL if args.small else FULL, layers=args.layers, threads=args.threads

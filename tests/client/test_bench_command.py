@@ -148,6 +148,14 @@ def test_failures_are_counted_by_their_text(serve: Serve) -> None:
         (("--metric-percentiles", "101"), "--metric-percentiles"),
         (("--percentile-metrics", "speed"), "--percentile-metrics"),
         (("--metadata", "alone"), "--metadata"),
+        (("--seed", "-1"), "--seed"),
+        # 0 and below are groups of processes, and -1 is all of them.
+        (("--drafter-pid", "0", "--fault", "drafter:cont@0s"), "--drafter-pid"),
+        (("--drafter-pid=-1", "--fault", "drafter:cont@0s"), "--drafter-pid"),
+        (("--drafter-command", "'"), "--drafter-command"),
+        (("--output-len-scale", "nan"), "--output-len-scale"),
+        (("--input-len-scale", "0"), "--input-len-scale"),
+        (("--save-result", "--result-dir", "/proc/none"), "--result-dir"),
         (("stray",), "stray"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -289,3 +290,66 @@ def test_prompts_repeat_only_when_asked() -> None:
     chosen = datasets.choose(many, 20, shuffle=True, oversample=False, seed=1)
     assert len(set(chosen)) == 20
     assert chosen != many[:20]
+
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BROKEN: dict[str, tuple[Callable[[Path], object], bytes]] = {
+    "a JSON line that is cut off": (datasets.custom, b'{"prompt": '),
+    "a JSON line too deep": (datasets.custom, b"[" * 100_000),
+    "a line that is not UTF-8": (datasets.custom, b'{"prompt": "\xff"}'),
+    "a message without its role": (datasets.custom, b'{"messages": [{"content": "x"}]}'),
+    "a message that is a text": (datasets.custom, b'{"messages": ["x"]}'),
+    "an id that is a text": (datasets.custom, b'{"token_ids": ["x"]}'),
+    "an id that is no number": (datasets.custom, b'{"token_ids": [NaN]}'),
+    "an id below 0": (datasets.custom, b'{"token_ids": [-1]}'),
+    "conversations that are no JSON": (lambda p: datasets.sharegpt(p, 4.0), b"[{]"),
+    "conversations too deep": (lambda p: datasets.sharegpt(p, 4.0), b"[" * 100_000),
+    "a trace that goes back in time": (
+        lambda p: datasets.azure(p, 9, Lengths(2048, 64), 4.0, 0),
+        f"{HEAD}2024-05-10 00:00:05,9,9\n2024-05-10 00:00:01,9,9\n".encode(),
+    ),
+    "a length below 0": (
+        lambda p: datasets.azure(p, 9, Lengths(2048, 64), 4.0, 0),
+        f"{HEAD}2024-05-10 00:00:05,-9,9\n".encode(),
+    ),
+    "a field without end": (
+        lambda p: datasets.azure(p, 9, Lengths(2048, 64), 4.0, 0),
+        HEAD.encode() + b'"' + b"x" * 200_000,
+    ),
+}
+
+
+@pytest.mark.parametrize(("read", "content"), BROKEN.values(), ids=BROKEN.keys())
+def test_data_that_is_broken_is_refused_by_file_and_line(
+    tmp_path: Path, read: Callable[[Path], object], content: bytes
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument) as caught:
+        read(path)
+    assert caught.value.field == "--dataset-path"
+    assert "data" in caught.value.value
+
+
+def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(InvalidArgument, match="can be read"):
+            datasets.custom(path)
+
+
+def test_conversations_of_other_shapes_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    good = '{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "aaaa"}]}'
+    others = ['{"conversations": 7}', '{"conversations": "ab"}', "3", good.replace('"aaaa"', "5")]
+    path.write_text(f"[{', '.join([*others, good])}]")
+    assert datasets.sharegpt(path, 2.0) == [Sample("q", 2)]
+
+
+def test_rows_of_a_trace_may_tell_their_zone_or_not(tmp_path: Path) -> None:
+    """The public trace of 2024 has both: whole seconds are written without a fraction."""
+    path = tmp_path / "data"
+    rows = ["2024-05-10 00:00:00.009930+00:00,9,5", "2024-05-10 00:00:01+00:00,9,5"]
+    rows.append("2024-05-10 00:00:02.0099300,9,5")
+    path.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8-sig")
+    found = datasets.azure(path, 9, Lengths(2048, 64), 4.0, 0)
+    assert [sample.at for sample in found] == pytest.approx([0.0, 0.99007, 2.0])

@@ -148,3 +148,14 @@ def test_a_tiny_model_is_the_same_whenever_it_is_made(
 def test_a_random_model_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="random:tiny"):
         resolve(name)
+
+
+def test_an_option_holds_where_the_pair_has_another_by_itself() -> None:
+    given = ("--speculation", "off", "--max_nodes=3")
+    with (
+        LocalPair(drafters=0, verifier_options=given) as pair,
+        Client.connect(pair.target) as client,
+    ):
+        config = client.info().config
+    found = [config[name] for name in ("speculation", "max-nodes", "profile-s")]
+    assert found == ["off", "3", "0.0"]

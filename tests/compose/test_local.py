@@ -3,6 +3,7 @@ Prometheus where it is installed."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import socket
@@ -92,3 +93,37 @@ def test_a_process_id_that_was_reused_is_not_taken_for_ours(folder: Path) -> Non
     (folder / "verifier.pid").write_text("1 12345\n")  # process 1 lives, and is not ours
     assert "verifier   down" in local("status", folder).stdout
     assert local("down", folder).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "one two\n", "-1 1\n", "0 1\n", "1\n", "\xff \xfe\n", "9" * 30]
+)
+def test_a_damaged_process_id_is_none(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "verifier.pid").write_text(text, encoding="latin-1")
+    status = local("status", folder)
+    assert (status.returncode, status.stderr) == (0, "")
+    assert "verifier   down" in status.stdout
+    assert local("down", folder).returncode == 0
+
+
+def test_up_refuses_what_would_not_be_its_own(folder: Path, tmp_path: Path) -> None:
+    ports = [*free_ports(4), 0]
+    given = [*flags(ports), "--no-prometheus"]
+    assert local("up", folder, *given).returncode == 0
+    ids = {path.name: path.read_text() for path in folder.glob("*.pid")}
+    # Another folder's `up`: the ports answer, but not for it.
+    other = local("up", tmp_path / "other", *given)
+    assert other.returncode == 1
+    assert f"another process serves 127.0.0.1:{ports[1]}" in other.stderr
+    # The same folder's with other settings: what runs does not have them.
+    changed = local("up", folder, *given, "--verifier=--model=random:tiny --max-nodes=3")
+    assert changed.returncode == 1
+    assert "verifier runs with other settings" in changed.stderr
+    with (folder / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        at_once = local("up", folder, *given)
+    assert at_once.returncode == 1
+    assert "under way" in at_once.stderr
+    assert {path.name: path.read_text() for path in folder.glob("*.pid")} == ids
+    assert local("status", folder).stdout.count("up, process") == 2

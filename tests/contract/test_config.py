@@ -183,3 +183,36 @@ def test_what_effective_shows_loads_to_the_same(pages, ratio, eager, names):
     )
     flags = [f"--{name}={value}" for name, value in effective(config).items() if value]
     assert load(Example, flags, {}, "draftwire-verifier") == config
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--config", "a.toml", "--config", "b.toml"),
+        ("--allow-insecure", "--no-allow-insecure"),
+        ("--allow-insecure", "--allow-insecure"),
+        ("--allow-insecure", "--allow-insecure=false"),
+        ("--max-message-bytes", "70000", "--max_message_bytes=80000"),
+    ],
+)
+def test_of_two_values_none_is_passed_over(flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="given once"):
+        load(WireConfig, flags, {}, "draftwire-test")
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("max-message-bytes = 70000\nmax_message_bytes = 80000", "given once"),
+        ("listen = " + "[" * 5000, "readable TOML"),
+        ("max_message_bytes = " + "9" * 5000, "readable TOML"),
+    ],
+    ids=["two spellings", "deep", "long"],
+)
+def test_a_file_that_says_it_twice_or_cannot_be_read_is_refused(
+    tmp_path: Path, text: str, limit: str
+) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=limit):
+        load(WireConfig, ["--config", str(path)], {}, "draftwire-test")

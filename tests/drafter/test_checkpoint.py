@@ -4,7 +4,9 @@ fit.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +342,47 @@ def test_a_folder_without_what_it_needs_is_refused(tmp_path: Path) -> None:
         checkpoint.load(str(tmp_path), device=CPU)
     with pytest.raises(CheckpointError, match="existing folder"):
         checkpoint.load(str(tmp_path / "nowhere"), device=CPU)
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2**70, 10**400, 1.5, math.nan, math.inf, -math.inf),
+    *("", "abc", "3", [], [1], [None], ["x"], {}, {"a": 1}, [math.nan]),
+)
+FIELDS = sorted({*PUBLISHED, "rms_norm_eps", "rope_theta", "rope_parameters", "num_target_layers"})
+FIELDS += ["final_logit_softcapping", "output_multiplier", "logit_scale", "input_embedding_scale"]
+
+
+def test_whatever_a_field_holds_it_is_read_or_refused_by_a_name() -> None:
+    own = ("branches", "prior_temperature", "path_rank", "calibration", "trained")
+    for odd in ODD:
+        for name in FIELDS:
+            with contextlib.suppress(CheckpointError):
+                parse(published(**{name: odd}))
+        for name in own:
+            with contextlib.suppress(CheckpointError):
+                parse(published(draftwire={name: odd}))
+
+
+@pytest.mark.parametrize("odd", [0, -1, math.nan, math.inf, "1", True, None, [1.0]])
+def test_a_prior_temperature_that_nothing_can_be_divided_by_is_refused(odd: object) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse(published(draftwire={"prior_temperature": odd}))
+    assert caught.value.field == "draftwire.prior_temperature"
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_file_of_weights_that_is_cut_off_is_named(tmp_path: Path, left: int) -> None:
+    folder = _saved(tmp_path / "c")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(str(folder), device=torch.device("cpu"))
+    assert caught.value.field == "model.safetensors"
+
+
+def test_a_description_that_is_no_json_is_named(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, "{", "[]", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.read_config(tmp_path)
+        assert caught.value.field == "config.json"

@@ -539,3 +539,60 @@ def test_a_checkpoint_that_cannot_be_loaded_stops_the_service_with_the_reason(
         assert isinstance(caught.value.__cause__, CheckpointError)
 
     run(main)
+
+
+def test_an_end_for_a_reason_of_a_newer_verifier_ends_the_session_and_not_the_lane(
+    tmp_path: Path,
+) -> None:
+    model = write_checkpoint(tmp_path)
+
+    async def main() -> None:
+        async with drafter(tmp_path) as (_, address), peer(address, model) as lane:
+            await lane.shake_hands()
+            await lane.open((1, 5), (2, 5))
+            answer = await lane.step(ends=[pb.EndSession(key=lane.key(1, 4), reason=99)])
+            assert not answer.faults
+            assert (await settled(address, 1, 1)).sessions == 1
+            answer = await lane.step(outcomes=[lane.outcome(2, 4, [7])])
+            assert [p.key.session_id for p in answer.proposals] == [2]
+
+    run(main)
+
+
+def test_a_bias_that_cannot_be_used_costs_no_session_its_draft(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path)
+
+    async def main() -> None:
+        async with drafter(tmp_path) as (_, address), peer(address, model) as lane:
+            await lane.shake_hands()
+            pairs = [lane.opening(number, 5) for number in (1, 2)]
+            bias = pairs[0][0].sampling.logit_bias
+            bias[kit.VOCAB], bias[2**32 - 1], bias[3] = 5.0, 5.0, float("nan")
+            bias[7] = 100.0
+            answer = await lane.step(opens=[p[0] for p in pairs], features=[p[1] for p in pairs])
+            assert not answer.faults
+            assert [p.key.session_id for p in answer.proposals] == [1, 2]
+            assert answer.proposals[0].tree.token_ids[0] == 7
+
+    run(main)
+
+
+def test_a_temperature_that_is_greedy_for_the_target_is_greedy_here(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path)
+
+    async def main() -> None:
+        trees = []
+        async with drafter(tmp_path) as (_, address), peer(address, model) as lane:
+            await lane.shake_hands()
+            for number, temperature in ((1, 0.0), (2, 1e-45), (3, 9e-6)):
+                opening, features = lane.opening(1, 5)
+                key = lane.key(number, 4)
+                opening.key.CopyFrom(key)
+                features.key.CopyFrom(key)
+                opening.sampling.temperature = temperature
+                answer = await lane.step(opens=[opening], features=[features])
+                trees.append(answer.proposals[0].tree)
+        assert len(trees[0].token_ids) > 1
+        assert trees[1] == trees[0] == trees[2]
+
+    run(main)

@@ -224,3 +224,25 @@ def test_a_predictor_elsewhere_is_taken_if_it_was_made_for_the_drafter(
     service = start(tmp_path / "drafter", predictor=str(tmp_path / "predictor"))
     assert service._engine is not None
     assert service._engine.predictor.largest == 8
+
+
+def test_cut_off_weights_of_a_predictor_are_named(tmp_path: Path) -> None:
+    predictor.save(tmp_path, network())
+    path = tmp_path / "predictor.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    assert caught.value.field == "predictor.safetensors"
+
+
+@pytest.mark.parametrize("text", ["Infinity", "-Infinity", "1" + "0" * 400])
+def test_numbers_that_are_no_sizes_are_refused(tmp_path: Path, text: str) -> None:
+    predictor.save(tmp_path, network())
+    path = tmp_path / "predictor.json"
+    for name in ("input_size", "hidden_size", "dropout"):
+        content = json.loads(path.read_text()) | {name: "HERE"}
+        other = tmp_path / name
+        other.mkdir()
+        (other / "predictor.json").write_text(json.dumps(content).replace('"HERE"', text))
+        with pytest.raises(CheckpointError):
+            load(other)

@@ -193,6 +193,7 @@ def test_without_tracing_the_sdk_is_not_even_imported() -> None:
     "sent",
     [
         *("", "00", "00-" + "0" * 32 + "-b7ad6b7169203331-01", PARENT + "-x", PARENT.upper()),
+        PARENT.replace("00-", "ff-", 1),
         "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
         "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\n{}",
     ],
@@ -252,3 +253,10 @@ def test_a_span_that_has_ended_takes_nothing_more() -> None:
     assert span.raw.status.status_code is trace.StatusCode.ERROR
     assert not span.raw.events
     traces.close()
+
+
+def test_a_later_version_is_read_by_the_fields_it_has_in_common() -> None:
+    later = PARENT.replace("00-", "cc-", 1)
+    assert tracing.checked(f"{later}-what-comes") == later
+    assert tracing.checked(later) == later
+    assert tracing.checked(PARENT) == PARENT

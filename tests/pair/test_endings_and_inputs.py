@@ -150,6 +150,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"min_p": 2.0}}, "sampling.min_p"),
     ({"sampling": {"top_k": 100000}}, "sampling.top_k"),
     ({"sampling": {"repetition_penalty": 0.0}}, "sampling.repetition_penalty"),
+    ({"sampling": {"repetition_penalty": 1e-45}}, "sampling.repetition_penalty"),
+    ({"sampling": {"repetition_penalty": 3e38}}, "sampling.repetition_penalty"),
     ({"sampling": {"presence_penalty": 3.0}}, "sampling.presence_penalty"),
     ({"sampling": {"frequency_penalty": float("nan")}}, "sampling.frequency_penalty"),
     ({"sampling": {"logit_bias": {9999: 1.0}}}, "sampling.logit_bias"),

@@ -15,9 +15,12 @@ from training import kit
 from drafter_service import checkpoint
 from drafter_service.training import offline
 from drafter_service.training.__main__ import main
+from drafter_service.training.choice import best, read_on
+from drafter_service.training.errors import TrainingError
 from drafter_service.training.features import Trajectory, read_features
 from drafter_service.training.network import BlockNetwork
 from drafter_service.training.offline import Drafts, Mode, drafts_of, modes_for, replay, walk
+from drafter_service.training.order import held_out
 from drafter_service.training.statistics import Tally, interval
 from drafter_service.training.target import Target
 from drafter_service.tree import Part, Tree
@@ -177,3 +180,55 @@ def test_the_command_reports_every_mode_and_regime(
         assert row["acceptance_length"] == pytest.approx(row["accepted_drafts"] + 1)
     assert report["answers"] == 8
     assert str(tmp_path) not in out.read_text()
+
+
+def test_the_mode_is_chosen_on_held_out_answers_and_read_on_others(
+    counting: Path, drafter: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = [
+        "evaluate", "--features", str(counting), "--checkpoint", str(drafter),
+        "--target", str(tiny_folder), "--budgets", "4,8", "--resamples", "20", "--within", "4",
+    ]  # fmt: skip
+    validation, test = tmp_path / "validation.json", tmp_path / "test.json"
+    held = ["--held-out", "0.5", "--held-out-seed", "3"]
+    assert main([*words, *held, "--out", str(validation)]) == 0
+    there = json.loads(validation.read_text())
+    keys = [t.response.key for t in read_features(counting)]
+    assert there["answers"] == len(held_out(keys, 0.5, 3)[1]) < len(keys)
+    # Another mode is made the best one there: the choice must not look at the answers here.
+    for row in there["results"]:
+        row["acceptance_length"] = 9.0 if (row["mode"], row["nodes"]) == ("rank tree", 4) else 1.0
+    validation.write_text(json.dumps(there))
+    assert main([*words, "--chosen-on", str(validation), "--out", str(test)]) == 0
+    (chosen,) = json.loads(test.read_text())["chosen_on_validation"]
+    assert (chosen["mode"], chosen["nodes"], chosen["on_validation"][0]) == ("rank tree", 4, 9.0)
+    rows = json.loads(test.read_text())["results"]
+    (here,) = [r for r in rows if (r["mode"], r["nodes"]) == ("rank tree", 4)]
+    assert chosen["acceptance_length"] == here["acceptance_length"] < 9.0
+    test.unlink()
+    for bad in (json.dumps(there | {"weights_sha256": "another drafter's"}), "[]", "no report"):
+        validation.write_text(bad)
+        assert main([*words, "--chosen-on", str(validation), "--out", str(test)]) == 2
+    assert main([*words, "--chosen-on", str(tmp_path / "none"), "--out", str(test)]) == 2
+    assert not test.exists()
+
+
+def row(mode: str, nodes: int, length: float) -> dict[str, object]:
+    return {
+        "regime": "T=1", "mode": mode, "nodes": nodes, "acceptance_length": length,
+        "interval_95": [1.0, 9.0],
+    }  # fmt: skip
+
+
+def test_the_best_mode_keeps_to_the_nodes_and_prefers_fewer() -> None:
+    rows = [row("a", 16, 2.0), row("a", 32, 2.0), row("b", 32, 1.9), row("b", 64, 5.0)]
+    (found,) = best(rows, 32)
+    assert (found["mode"], found["nodes"], found["modes"]) == ("a", 16, 3)
+    assert (found["second"]["mode"], found["second"]["nodes"]) == ("a", 32)
+
+
+def test_a_choice_that_was_not_replayed_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="was not replayed here"):
+        read_on({"results": [row("a", 16, 2.0)]}, [row("b", 16, 2.0)], 32)
+    with pytest.raises(TrainingError, match="nothing for T=1"):
+        read_on({"results": []}, [row("b", 16, 2.0)], 32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from training import kit
 from drafter_service import checkpoint
 from drafter_service.calibration import NGRAM_LENGTHS, Regime
 from drafter_service.draft_config import parse
+from drafter_service.training import calibrate, evaluate, order, pathhead, train
 from drafter_service.training.__main__ import main
 from drafter_service.training.calibration_fit import (
     Draws,
@@ -150,6 +152,42 @@ def test_the_commands_make_a_drafter_with_a_head_and_calibrate_it(
     assert all(len(r.reach) == 3 for r in config.calibration.regimes)
     again = checkpoint.load(str(out), device=torch.device("cpu"))
     assert again.sha256 == made.sha256, "weights are as they were"
+
+
+def test_head_and_calibration_use_the_prompts_that_training_held_out(
+    features: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--features", str(features), "--target", str(tiny_folder), "--threads", "1"]
+    run, head = tmp_path / "run", tmp_path / "head"
+    assert main([
+        "train", *words, "--out", str(run), "--layers", "1", "--block-size", "4", "--steps", "1",
+        "--validation", "0.3", "--seed", "4",
+    ]) == 0  # fmt: skip
+    raw = json.loads((run / "last" / checkpoint.CONFIG_FILE).read_text())
+    assert raw["draftwire"]["held_out"] == {"share": 0.3, "seed": 4}
+    asked: list[tuple[float, int]] = []
+
+    def spy(keys: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
+        asked.append((share, seed))
+        return order.held_out(keys, share, seed)
+
+    for module in (pathhead, calibrate, evaluate, train):
+        monkeypatch.setattr(module, "held_out", spy)
+    assert main([
+        "path-head", *words, "--checkpoint", str(run / "last"), "--out", str(head), "--rank", "8",
+        "--steps", "2", "--anchors", "2", "--validation-answers", "1",
+    ]) == 0  # fmt: skip
+    assert main(["calibrate", *words, "--checkpoint", str(head), "--anchors", "6"]) == 0
+    assert main([
+        "evaluate", *words, "--checkpoint", str(head), "--out", str(tmp_path / "report.json"),
+        "--held-out", "0.1", "--resamples", "10", "--budgets", "4",
+    ]) == 0  # fmt: skip
+    # So does a training that goes on from it, whatever its own seed.
+    assert main([
+        "train", *words, "--out", str(tmp_path / "on"), "--base", str(run / "last"),
+        "--block-size", "4", "--steps", "1", "--seed", "9",
+    ]) == 0  # fmt: skip
+    assert asked == [(0.3, 4)] * 4
 
 
 def made_up_sites(n: int, noise: float, seed: int = 0, width: int = 12) -> Sites:

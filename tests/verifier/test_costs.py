@@ -75,6 +75,37 @@ def test_one_stall_says_little() -> None:
     assert costs.ms(4, drafted=False) < 12.0
 
 
+def test_a_profile_that_was_wrong_by_far_is_forgotten_after_a_few_steps() -> None:
+    costs = StepCosts(BUCKETS, 64)
+    for rows in BUCKETS:
+        costs.profile(rows, 40 * (10.0 + rows), drafted=False)
+    for _ in range(4):
+        costs.observe(4, 14.0, drafted=False)
+    assert costs.ms(4, drafted=False) == pytest.approx(14.0, rel=0.1)
+    assert costs.ms(64, drafted=False) == pytest.approx(74.0, rel=0.1), "it had the shape right"
+
+
+def test_what_sessions_and_contexts_cost_is_not_laid_to_rows() -> None:
+    costs = StepCosts(BUCKETS, 64)
+    costs.per_session, costs.per_position = 2.0, 0.01
+    for rows in BUCKETS:
+        ms = 10.0 + rows + 2.0
+        costs.profile(rows, ms, drafted=False, sessions=1, context=0)
+    many = 10.0 + 16 + 16 * 2.0 + 16 * 300 * 0.01
+    for _ in range(20):
+        costs.observe(16, many, drafted=False, sessions=16, context=16 * 300)
+    assert costs.beside(16, 16 * 300).ms(16, drafted=False) == pytest.approx(many, rel=0.02)
+    # One session alone in a step of as many rows pays for the rows.
+    assert costs.beside(1, 100).ms(16, drafted=False) == pytest.approx(29.0, rel=0.02)
+
+
+def test_beyond_what_was_measured_rows_cost_on_even_if_the_last_two_looked_equal() -> None:
+    costs = StepCosts(BUCKETS, 256)
+    for rows, ms in ((4, 14.0), (16, 26.0), (32, 42.0), (48, 61.0), (64, 60.0)):
+        costs.profile(rows, ms, drafted=False)
+    assert costs.ms(256, drafted=False) > 150.0
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_what_is_no_time_is_not_taken(value: float) -> None:
     costs, drafts = StepCosts(BUCKETS, 64), DraftCosts()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ import torch
 from fakes import tiny_target
 
 from draftwire.models import resolve
+from verifier_service import numerics
 from verifier_service.cache import PagedStore, PagePool
-from verifier_service.model import TargetHost, load_model
-from verifier_service.packing import BLOCK, Feed
+from verifier_service.model import TargetHost, load_model, weights_digest
+from verifier_service.packing import BLOCK, Feed, Tail, pack
 
 LENGTH = 3 * BLOCK
 
@@ -22,6 +25,7 @@ class Target:
     """A hosted model with pages and the bits that plain decoding gives."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder = folder
         self.host = TargetHost(load_model(resolve(str(folder)), dtype, "cpu"))
         self.pool = PagePool(512, 16)
         self.store = PagedStore(self.pool, self.host.cache_shape, dtype, torch.device("cpu"))
@@ -93,8 +97,6 @@ def test_a_path_inside_any_tree_gives_the_bits_of_plain_decoding(target: Target,
 
 def test_rows_with_keys_of_their_own_give_the_same_bits_as_shared_ones(target: Target) -> None:
     """The way out for processors on which the two kinds of sums are not shown to agree."""
-    from dataclasses import replace
-
     slots = target.slots(LENGTH)
     shared = target.host.plan
     target.host.plan = replace(shared, share_attention=False)
@@ -136,23 +138,152 @@ def test_no_product_sees_more_rows_than_were_certified(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many sessions make steps past the largest count tried; their products are cut to it."""
-    from verifier_service import numerics
+    seen = []
 
-    honest, seen = numerics.F.linear, []
+    def watched(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def product_seen(rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+            seen.append(rows.numel() // rows.shape[-1])
+            return product(rows, *rest)
 
-    def spy(rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        seen.append(rows.numel() // rows.shape[-1])
-        return honest(rows, *rest)
+        return product_seen
 
-    slots = [target.slots(150) for _ in range(4)]
-    monkeypatch.setattr(numerics.F, "linear", spy)
-    feeds = [Feed(target.ids[:150], 0, s, None, (149,)) for s in slots]
-    output = target.host.step(feeds, target.store)
+    onednn = numerics._onednn
+    monkeypatch.setattr(numerics.F, "linear", watched(numerics.F.linear))
+    monkeypatch.setattr(numerics, "_onednn", lambda *weights: watched(onednn(*weights)))
+    other = Target(target.folder, target.host.dtype)
+    assert torch.equal(other.plain[149], target.plain[149])
+    slots = [other.slots(150) for _ in range(4)]
+    seen.clear()
+    feeds = [Feed(other.ids[:150], 0, s, None, (149,)) for s in slots]
+    output = other.host.step(feeds, other.store)
     assert len(output.packed.token_ids) > 256
-    assert set(seen) <= set(target.host.plan.buckets)
+    assert seen
+    assert set(seen) <= set(other.host.plan.buckets)
     for index, where in enumerate(slots):
         assert torch.equal(output.of(index, 1)[0], target.plain[149])
-        assert torch.equal(target.store.keys[:, where], target.keys[:, :150])
+        assert torch.equal(other.store.keys[:, where], target.keys[:, :150])
+
+
+@pytest.mark.parametrize("most_tail", [0, 64, 192])
+def test_a_tree_whose_rows_share_its_tail_gives_the_bits_of_rows_with_tails_of_their_own(
+    target: Target, most_tail: int
+) -> None:
+    """Two sessions in one group; tails within a block, across two blocks, and too long."""
+    rng = random.Random(most_tail)
+    plan = target.host.plan
+    if most_tail > plan.most_tail:
+        pytest.skip("this processor's products take zeros for something")
+    rows = []
+    for base in (BLOCK - 2, BLOCK + 5, BLOCK + 9, 2 * BLOCK - 1):
+        slots = target.slots(base + 80)
+        target.host.step([Feed(target.ids[:base], 0, slots, None, (0,))], target.store)
+        parents = [-1, *(rng.randrange(max(0, i - 5), i) for i in range(1, 80))]
+        tokens = [rng.randrange(250) for _ in parents]
+        rows.append((tokens, base, slots, parents))
+    feeds = [
+        Feed(tokens[:n], base, slots, parents[:n], tuple(range(n)))
+        for n, (tokens, base, slots, parents) in zip((30, 12, 15, 80), rows, strict=True)
+    ]
+    logits = []
+    try:
+        for most in (0, most_tail):
+            target.host.plan = replace(plan, most_tail=most)
+            output = target.host.step(feeds, target.store)
+            logits.append(output.logits.clone())
+            kinds = {type(group.tail) for group in output.packed.groups}
+            assert (Tail in kinds) == (most > 0)
+            tails = [g.tail for g in output.packed.groups if isinstance(g.tail, Tail)]
+            assert all(tail.slots.shape[1] <= most for tail in tails)
+    finally:
+        target.host.plan = plan
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_a_shared_tail_names_each_position_of_a_path_once_and_hides_the_rest() -> None:
+    parents = [-1, 0, 0, 2, 3, 1, 4, 6]
+    feed = Feed([5] * 8, 2 * BLOCK - 3, np.arange(2 * BLOCK + 5), parents, ())
+    packed = pack([feed], (8,), (8,), torch.device("cpu"), most_tail=2 * BLOCK)
+    tail = packed.groups[0].tail
+    assert isinstance(tail, Tail)
+    depths = feed.depths()
+    for row in range(8):
+        path = sorted({row, *_above(parents, row)})
+        physical = [*range(BLOCK - 3), *(BLOCK - 3 + node for node in path)]
+        assert (~tail.hidden[0, row]).nonzero().flatten().tolist() == physical
+        assert tail.order[0, row, ~tail.beyond[0, row]].tolist() == physical
+        logical = [*range(BLOCK - 3), *(BLOCK - 3 + depths[node] for node in path)]
+        assert (~tail.beyond[0, row]).nonzero().flatten().tolist() == logical
+        assert tail.blocks[0, physical].tolist() == [at // BLOCK for at in logical]
+
+
+def _above(parents: list[int], row: int) -> list[int]:
+    above = []
+    while (row := parents[row]) >= 0:
+        above.append(row)
+    return above
+
+
+def test_weights_laid_out_for_onednn_are_the_same_weights(tmp_path: Path) -> None:
+    source = resolve(str(tiny_target(tmp_path)))
+    model = load_model(source, torch.float32, "cpu")
+    digest, before = weights_digest(model), {k: v.clone() for k, v in model.state_dict().items()}
+    for invariant in (False, True):
+        model = load_model(source, torch.float32, "cpu")
+        host = TargetHost(model, invariant=invariant, keep_weights=False)
+        if not host.plan.packed:
+            pytest.skip("oneDNN is missing, or its rows depend on each other here")
+        assert weights_digest(model) == digest
+        packed = [name for name, weight in model.state_dict().items() if weight.is_mkldnn]
+        assert any("mlp" in name for name in packed)
+        for name, weight in model.state_dict().items():
+            dense = weight.to_dense() if weight.is_mkldnn else weight
+            assert torch.equal(dense, before[name])
+        for name in host.tensor_names():
+            assert host.tensor(name).layout is torch.strided
+        assert torch.equal(host.tensor("embed_tokens.weight"), before["model.embed_tokens.weight"])
+        model = load_model(source, torch.float32, "cpu")
+        assert TargetHost(model, invariant=invariant).plan.packed
+        assert not any(weight.is_mkldnn for weight in model.state_dict().values())
+
+
+def test_products_by_onednn_are_the_layers_products() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Linear(96, 7, bias=False))
+    rows = torch.randn(2, 53, 48)
+    with torch.inference_mode():
+        before = model(rows)
+        numerics.pack_products(model, replaced=True)
+        assert torch.allclose(model(rows), before, atol=1e-5)
+    assert all(layer.weight.is_mkldnn for layer in model)
+
+
+def test_where_onednns_rows_depend_on_each_other_its_layout_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onednn = numerics._onednn
+
+    def depends(*weights: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        product = onednn(*weights)
+        return lambda rows: product(rows) * (1 + len(rows) * 2.0**-20)
+
+    monkeypatch.setattr(numerics, "_onednn", depends)
+    model = load_model(resolve(str(tiny_target(tmp_path))), torch.float32, "cpu")
+    host = TargetHost(model, keep_weights=False)
+    assert not host.plan.packed
+    assert not any(weight.is_mkldnn for weight in host.model.state_dict().values())
+
+
+def test_where_zeros_change_sums_trees_keep_tails_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = torch.bmm
+
+    def by_width(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        made = honest(left, right)
+        return made * (1 + 2.0**-20) if left.shape[2] == 2 * BLOCK else made
+
+    monkeypatch.setattr(torch, "bmm", by_width)
+    host = TargetHost(load_model(resolve(str(tiny_target(tmp_path))), torch.float32, "cpu"))
+    assert host.plan.most_tail == BLOCK
 
 
 def test_a_prompt_piece_is_never_longer_than_what_attention_was_certified_for(

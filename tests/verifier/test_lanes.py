@@ -467,3 +467,42 @@ def test_a_time_that_no_clock_can_show_does_not_break_the_lane() -> None:
     response.model_time.seconds = 2**62
     bench.lanes.response(1, response, 0.1)
     assert port.acknowledged == 1
+
+
+def test_what_was_not_asked_for_want_of_credits_is_not_waited_for_nor_late() -> None:
+    bench, port = Bench(), Port(1, credits=1)
+    bench.lanes.lane_up(port)
+    first, second = bench.session(1), bench.session(2)
+    bench.lanes.tell(first, 0, 0, False)
+    bench.lanes.flush(now=0.0)
+    assert len(port.sent) == 1
+    bench.lanes.tell(second, 0, 0, False)
+    bench.lanes.flush(now=0.1)  # the one credit is out
+    assert len(port.sent) == 1
+    assert [item.session_id for item in bench.lanes.awaited([first, second])] == [1]
+    bench.lanes.give_up([first, second], now=0.2)
+    assert bench.lanes.counters.late == 0
+    assert not bench.lanes.lanes[1].behind
+    answer(bench, port, first, now=0.3)
+    bench.lanes.flush(now=0.3)
+    assert [item.session_id for item in bench.lanes.awaited([first, second])] == [2]
+
+
+def test_what_a_drafter_makes_up_is_counted_under_no_name_of_its_own() -> None:
+    bench, port = Bench(), Port(1)
+    bench.lanes.lane_up(port)
+    session = bench.session(1)
+    bench.lanes.tell(session, 0, 0, False)
+    bench.lanes.flush(now=0.0)
+    proposal = drafter_pb2.Proposal(
+        key=types_pb2.SessionKey(session_id=1, epoch=1, base_position=session.base),
+        tree=types_pb2.TokenTree(token_ids=[3, 4], parents=[-1, 0], parts=[99, -7]),
+        block_size=4_000_000_000,
+        reason=1234,
+    )
+    bench.lanes.response(
+        1, drafter_pb2.StepResponse(sequence=1, ack_sequence=1, proposals=[proposal]), 0.1
+    )
+    taken = session.proposal
+    assert taken is not None
+    assert (taken.block_size, taken.reason, taken.parts) == (8, 0, (0, 0))

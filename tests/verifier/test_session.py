@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from draftwire.v1 import types_pb2
 from draftwire_kernels.sampling import Sampling
 from draftwire_kernels.tree import TokenTree
-from verifier_service.session import FinishReason, Proposal, Request, Session, Speculation
+from verifier_service.session import (
+    FinishReason,
+    Proposal,
+    Request,
+    Session,
+    Speculation,
+    Statistics,
+)
 
 LETTERS = "abcdefgh"
 
@@ -142,3 +149,16 @@ def test_a_tree_cut_for_the_load_of_a_step_says_so() -> None:
     cut = Proposal(0, tree, (3, 3, 3, 3), 5, types_pb2.BLOCK_SIZE_REASON_FIXED).cut(2)
     assert cut.tree.tokens == (1, 2)
     assert (cut.block_size, cut.reason) == (3, types_pb2.BLOCK_SIZE_REASON_LOAD)
+
+
+def test_counts_past_the_width_of_an_answers_statistics_are_whole_in_the_totals() -> None:
+    many = 2**32 + 5
+    stats = Statistics(rounds=many, drafted=3 * many, accepted=many)
+    stats.block_sizes[4, 1] = stats.drafted_parts[2] = stats.drafted_at[0] = many
+    narrow, wide = stats.to_proto(), stats.to_totals()
+    for message, count in ((narrow, 2**32 - 1), (wide, many)):
+        assert (message.rounds, message.accepted_tokens) == (count, count)
+        assert message.block_sizes[0].rounds == message.accepted_per_part[0].drafted == count
+        assert list(message.drafted_per_position) == [count]
+        assert message.mean_acceptance_length == 2.0
+    assert (wide.drafted_tokens, wide.rejected_tokens) == (3 * many, 2 * many)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,3 +90,12 @@ def test_no_wait_outlasts_what_is_overdue_and_no_step_is_empty(
         assert now < decision.until <= max(a.overdue for a in awaited)
     else:
         assert ready + len(awaited) == 0 or ready + len(awaited) > len(decision.hold)
+
+
+def test_rows_expected_of_several_sessions_are_not_rounded_up_one_by_one() -> None:
+    """Five anchors and five times 2.2 nodes fill a step of 16 rows, and not one of 32."""
+    found = StepCosts((4, 8, 16, 32), 64)
+    for rows, ms in ((4, 19.0), (8, 20.0), (16, 22.0), (32, 60.0)):
+        found.profile(rows, ms, drafted=False)
+    awaited = [replace(coming(number, 0.004, gain=1.0), nodes=2.2) for number in range(1, 6)]
+    assert decide(0.0, NOBODY, awaited, found.beside(5, 0)).until is not None

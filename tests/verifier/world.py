@@ -60,6 +60,7 @@ class Host:
         packed = pack(feeds, BUCKETS, (4, 8, 16, 32, 64, 128, 256), self.device)
         world = self._world
         world.now += world.step_ms(len(packed.token_ids)) / 1e3
+        world.now += sum(world.session_ms + world.position_ms * f.base for f in feeds) / 1e3
         world.steps.append(packed.real_rows)
         rows = packed.positions[packed.logit_rows].tolist()
         logits = torch.zeros(len(rows), VOCAB)
@@ -150,6 +151,7 @@ class World:
         self.now = 0.0
         self.rng = random.Random(seed)
         self.step_ms = step_ms
+        self.session_ms = self.position_ms = 0.0  # of a step, for each session and position of it
         self.steps: list[int] = []
         self.made: dict[int, list[tuple[float, int]]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []

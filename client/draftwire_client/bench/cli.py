@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from draftwire.tether import leaving_on_sigterm
 from draftwire_client.bench.arms import parse_arms
 from draftwire_client.bench.arrivals import Ramp
 from draftwire_client.bench.faults import parse_faults
@@ -59,6 +60,7 @@ def bench(**options: Any) -> None:
       3    no connection
       5    a --require does not hold
       130  interrupted
+      143  ended by SIGTERM
     """
     try:
         settings = read_settings(options)
@@ -68,11 +70,14 @@ def bench(**options: Any) -> None:
     # Loaded here, so that the rest of the command does not pay for it.
     from draftwire_client.bench import table
     from draftwire_client.bench.live import live
-    from draftwire_client.bench.saving import save
+    from draftwire_client.bench.saving import prepare, save
     from draftwire_client.bench.session import run
 
-    with live(quiet=reporting.quiet) as shown:
+    # Ended by SIGTERM it leaves as by Ctrl-C: the drafter that it started is its own to stop.
+    with live(quiet=reporting.quiet) as shown, leaving_on_sigterm():
         try:
+            if reporting.save_result:
+                prepare(reporting)
             outcome = asyncio.run(run(settings, shown))
         except InvalidArgument as error:
             # Flags are named as they are typed; fields of a request are the server's to refuse.

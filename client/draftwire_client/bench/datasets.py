@@ -11,12 +11,13 @@ import csv
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftwire_client.bench import texts
 from draftwire_client.errors import InvalidArgument
@@ -53,6 +54,11 @@ class Lengths:
     max_input: int | None = None
     max_output: int | None = None
 
+    def __post_init__(self) -> None:
+        for flag, scale in (("input", self.input_scale), ("output", self.output_scale)):
+            if not (math.isfinite(scale) and scale > 0):
+                raise InvalidArgument(f"--{flag}-len-scale", scale, "finite and above 0")
+
     def fit(self, context: int, generated: int) -> tuple[int, int, bool]:
         """(prompt tokens, tokens to make, whether a limit cut one of them), each at least 1."""
         asked_in = max(1, round(context * self.input_scale))
@@ -78,7 +84,10 @@ def custom(path: Path) -> list[Sample]:
     """
     found = []
     for number, row in _rows(path):
-        prompt = _prompt(row)
+        try:
+            prompt = _prompt(row)
+        except (KeyError, TypeError, ValueError):
+            prompt = None
         if not prompt:
             raise InvalidArgument(
                 "--dataset-path",
@@ -95,18 +104,21 @@ def sharegpt(path: Path, characters_per_token: float) -> list[Sample]:
     `path` is a JSON list or JSON lines of {"conversations": [{"from": …, "value": …}, …]}. Ones
     without a question and its answer are left out.
     """
-    text = path.read_text(encoding="utf-8").lstrip()
-    rows = json.loads(text) if text.startswith("[") else [row for _, row in _rows(path)]
+    with _opened(path) as file:
+        text = file.read().lstrip()
+    rows = _json(path.name, text) if text.startswith("[") else [row for _, row in _rows(path)]
     found = []
     for row in rows:
-        turns = row.get("conversations") or [] if isinstance(row, Mapping) else []
+        turns = row.get("conversations") if isinstance(row, Mapping) else None
+        turns = turns if isinstance(turns, list) else []
         said = [
             (turn.get("from"), turn.get("value")) for turn in turns if isinstance(turn, Mapping)
         ]
         for (who, question), (_, answer) in pairwise(said):
-            if who in ("human", "user") and question and answer:
+            texts_both = isinstance(question, str) and isinstance(answer, str)
+            if who in ("human", "user") and texts_both and question and answer:
                 length = max(1, round(len(answer) / characters_per_token))
-                found.append(Sample(str(question), length))
+                found.append(Sample(question, length))
                 break
     return found
 
@@ -139,30 +151,41 @@ def azure(
 ) -> list[Sample]:
     """The first `count` rows of an Azure LLM trace, as prose of their lengths and times in seconds.
 
-    Columns TIMESTAMP, ContextTokens, GeneratedTokens (Patel et al., Splitwise, ISCA 2024).
+    Columns TIMESTAMP (rising), ContextTokens, GeneratedTokens (Patel et al., Splitwise, ISCA 2024).
+    Raises InvalidArgument naming the line.
     """
     found: list[Sample] = []
     begin: datetime | None = None
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, row in enumerate(csv.DictReader(file), 2):
-            if len(found) == count:
-                break
-            try:
-                # Seven digits of a second are more than every Python reads.
-                moment = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26])
+    number = 1
+    with _opened(path, newline="") as file:
+        try:
+            for number, row in enumerate(csv.DictReader(file), 2):
+                if len(found) == count:
+                    break
+                moment = _moment(row["TIMESTAMP"])
                 context, generated = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, ValueError, AttributeError, TypeError) as error:
-                raise InvalidArgument(
-                    "--dataset-path",
-                    f"{path.name} line {number}: {error}",
-                    "TIMESTAMP, ContextTokens, GeneratedTokens",
-                ) from None
-            begin = begin or moment
-            taken, made, clipped = lengths.fit(context, generated)
-            text = texts.prose(round(taken * characters_per_token), f"{seed} {number}")
-            at = (moment - begin).total_seconds()
-            found.append(Sample(text, made, taken, at, clipped))
+                begin = begin or moment
+                at = (moment - begin).total_seconds()
+                if min(context, generated) < 0 or (found and at < (found[-1].at or 0.0)):
+                    raise ValueError("a length below 0, or earlier than the line before")
+                taken, made, clipped = lengths.fit(context, generated)
+                text = texts.prose(round(taken * characters_per_token), f"{seed} {number}")
+                found.append(Sample(text, made, taken, at, clipped))
+        except (KeyError, ValueError, AttributeError, TypeError, csv.Error) as error:
+            raise InvalidArgument(
+                "--dataset-path",
+                f"{path.name} line {number}: {error}",
+                "TIMESTAMP, ContextTokens, GeneratedTokens",
+            ) from None
     return found
+
+
+def _moment(text: str) -> datetime:
+    """A trace's time. Some rows of a trace tell their zone, UTC, and others do not."""
+    whole, point, rest = text.strip().partition(".")
+    # Seven digits of a second are more than every Python reads; a zone may come after them.
+    moment = datetime.fromisoformat(f"{whole}.{rest[:6]}" if point else whole)
+    return moment.replace(tzinfo=None)
 
 
 def choose(
@@ -195,16 +218,30 @@ def distinct(samples: Sequence[Sample]) -> int:
     return len({sample.prompt for sample in samples})
 
 
+@contextmanager
+def _opened(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
+    """The file as text. Raises InvalidArgument for one that cannot be read, or is none."""
+    try:
+        with path.open(newline=newline, encoding="utf-8-sig") as file:
+            yield file
+    except (OSError, UnicodeDecodeError) as error:
+        limit = f"a UTF-8 file that can be read ({error})"
+        raise InvalidArgument("--dataset-path", str(path), limit) from None
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("--dataset-path", f"{where}: {error}", "JSON") from None
+
+
 def _rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
+    with _opened(path) as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                where = f"{path.name} line {number}: {error}"
-                raise InvalidArgument("--dataset-path", where, "JSON lines") from None
+            row = _json(f"{path.name} line {number}", text)
             if not isinstance(row, Mapping):
                 where = f"{path.name} line {number}: {type(row).__name__}"
                 raise InvalidArgument("--dataset-path", where, "JSON objects")
@@ -214,16 +251,28 @@ def _rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
 def _prompt(row: Mapping[str, Any]) -> Prompt | None:
     match row:
         case {"messages": list(messages)}:
-            return tuple(ChatMessage(str(m["role"]), str(m["content"])) for m in messages)
+            return tuple(ChatMessage(_said(m["role"]), _said(m["content"])) for m in messages)
         case {"turns": [str(first), *_]}:
             return first
     for name in _ID_FIELDS:
         if isinstance(ids := row.get(name), list):
-            return tuple(int(token) for token in ids)
+            return tuple(_id(token) for token in ids)
     found = [row[name] for name in _TEXT_FIELDS if isinstance(row.get(name), str) and row[name]]
     if "instruction" in row and found:
         return "\n\n".join(found)
     return found[0] if found else None
+
+
+def _said(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("role and content are texts")
+    return value
+
+
+def _id(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise ValueError("a token id is a whole number")
+    return value
 
 
 def _length(row: Mapping[str, Any], path: Path, number: int) -> int | None:

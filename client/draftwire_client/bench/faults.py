@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO
 
-from draftwire_client.errors import FailedPrecondition, InvalidArgument
+from draftwire_client.errors import DraftwireError, FailedPrecondition, InvalidArgument
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -81,9 +81,11 @@ class Drafter:
     def __init__(
         self, *, command: str | None = None, pid: int | None = None, log: IO[bytes] | None = None
     ) -> None:
-        self._command = shlex.split(command) if command else None
+        self._command = None if command is None else _words(command)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+        self._over = False
         self.pid = pid
         """The process's id; None before the start."""
 
@@ -94,25 +96,28 @@ class Drafter:
         """
         assert self._command is not None
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
-        try:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=subprocess.PIPE,
-                stderr=self._log or subprocess.DEVNULL,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the load tester, which then ends it
-            )
-        except OSError as error:
-            raise InvalidArgument("--drafter-command", self._command[0], str(error)) from error
-        self.pid = self._process.pid
-        address = _served_address(self._process)
+        with self._starting:
+            if self._over:
+                raise FailedPrecondition("RUN_OVER", "no drafter is started any more")
+            try:
+                process = subprocess.Popen(
+                    self._command,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log or subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for the load tester, which then ends it
+                )
+            except OSError as error:
+                raise InvalidArgument("--drafter-command", self._command[0], str(error)) from error
+            self._process, self.pid = process, process.pid
+        address = _served_address(process)
         if address is None:
-            status = self._process.wait(_START_LIMIT_S)
+            status = process.wait(_START_LIMIT_S)
             raise FailedPrecondition(
                 "DRAFTER_ENDED", f"the drafter ended with status {status} before it served"
             )
-        threading.Thread(target=_drain, args=(self._process,), daemon=True).start()
+        threading.Thread(target=_drain, args=(process,), daemon=True).start()
         return address
 
     def act(self, action: str) -> str:
@@ -135,6 +140,12 @@ class Drafter:
             self._process.wait()
         return f"process {self.pid}"
 
+    def close(self) -> None:
+        """As stop; a restart that is under way in another thread starts nothing any more."""
+        with self._starting:
+            self._over = True
+        self.stop()
+
     def stop(self) -> None:
         """End the process if it is ours and runs."""
         if self._process is None or self._process.poll() is not None:
@@ -147,6 +158,16 @@ class Drafter:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InvalidArgument("--drafter-command", command, f"quoted in pairs ({error})") from error
+    if not words:
+        raise InvalidArgument("--drafter-command", command, "a command")
+    return words
 
 
 async def play(
@@ -166,7 +187,7 @@ async def play(
         tell(Event(began, fault.action))
         try:
             detail = await asyncio.to_thread(drafter.act, fault.action)
-        except FailedPrecondition as error:
+        except DraftwireError as error:
             tell(Event(now(), f"{fault.action} failed", error.message))
         else:
             if fault.action == "restart":

@@ -144,7 +144,13 @@ _LOAD = (
         show_default=True,
         help="Processes that send.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of all that is drawn."),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**63),
+        default=0,
+        show_default=True,
+        help="Of all that is drawn.",
+    ),
 )
 _ASKED = (
     click.option(
@@ -195,7 +201,11 @@ _FAULTS = (
         metavar="FAULT…",
         help="drafter:kill@30s,restart@45s; also term, stop, cont.",
     ),
-    click.option("--drafter-pid", type=int, help="The drafter's process, for --fault."),
+    click.option(
+        "--drafter-pid",
+        type=click.IntRange(min=2),  # 0 and below are process groups, 1 is nobody's drafter
+        help="The drafter's process, for --fault.",
+    ),
     click.option("--drafter-command", help="Starts the drafter and owns it; give it a fixed port."),
     click.option("--drafter-log", type=_file(dir_okay=False), help="File for its log."),
     click.option(

@@ -79,7 +79,7 @@ class WallClock:
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self, when: float) -> None:
-        self._stop.wait(max(0.0, when - self.now()))
+        self._stop.wait(min(max(0.0, when - self.now()), threading.TIMEOUT_MAX))
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,9 +246,13 @@ def _warm_item(settings: Settings, arm: Arm, number: int) -> Planned:
 def _drafter(settings: Settings, stack: contextlib.ExitStack) -> Drafter:
     log: IO[bytes] | None = None
     if settings.drafter_log is not None:
-        log = stack.enter_context(settings.drafter_log.open("ab"))
+        try:
+            log = stack.enter_context(settings.drafter_log.open("ab"))
+        except OSError as error:
+            where = str(settings.drafter_log)
+            raise InvalidArgument("--drafter-log", where, f"writable ({error})") from error
     drafter = Drafter(command=settings.drafter_command, pid=settings.drafter_pid, log=log)
-    stack.callback(drafter.stop)
+    stack.callback(drafter.close)
     return drafter
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ async def watch(
     tell: Callable[[Event], None],
 ) -> None:
     """Read until cancelled. A change of a lane's state is an event."""
-    states: dict[str, LaneState] = {}
+    states: dict[tuple[str, int], LaneState] = {}  # one address may have several lanes
     while True:
         at = time.monotonic() - epoch
         try:
@@ -49,11 +50,14 @@ async def watch(
             tell(Event(at, "no info", error.reason))
         else:
             keep(reading(info, at))
+            seen: Counter[str] = Counter()
             for lane in info.lanes:
-                before = states.get(lane.target)
+                seen[lane.target] += 1
+                key = lane.target, seen[lane.target]
+                before = states.get(key)
                 if before is not None and lane.state != before:
                     tell(Event(at, f"lane {lane.state}", lane.target))
-                states[lane.target] = lane.state
+                states[key] = lane.state
         await asyncio.sleep(every)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from draftwire_client.types import ChatMessage
 
 _SWITCH_S = 0.0005  # the clock's thread must not wait 5 ms for the interpreter
 _GRACE_S = 0.3
+_END_S = 5.0
 
 Told = Callable[[str, Record], None]
 """Called with "started" or "done" and the record."""
@@ -147,11 +149,16 @@ async def _in_processes(jobs: Sequence[Job], told: Told, begun: Callable[[float]
             ran.health.append(health)
         ran.records.sort(key=lambda record: record.index)
         return ran
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
     finally:
         for pipe in pipes:
             pipe.close()
+        end = time.monotonic() + _END_S
         for process in processes:
-            process.join(5)
+            process.join(max(0.0, end - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -179,6 +186,7 @@ def _collect(pipe: Connection, tell: Told) -> tuple[list[Record], LoopHealth]:
 
 def _process(pipe: Connection, job: Job) -> None:
     """A worker process's whole life."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     pipe.send(("ready", None))
     epoch = pipe.recv()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from draftwire_client.cli import output, panels
+from draftwire_client.cli.failures import BadUsage
 from draftwire_client.cli.monitor import Sample, difference
 from draftwire_client.cli.options import connection_options, open_client
 from draftwire_client.client import Client
@@ -24,7 +26,7 @@ Reading = tuple[Info, Sample] | DraftwireError
 @click.command()
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.05),
+    type=click.FloatRange(min=0.05, max=86400.0),
     default=2.0,
     show_default=True,
     help="Seconds between readings.",
@@ -43,6 +45,8 @@ def top(interval: float, once: bool, as_json: bool, **options: Any) -> None:
         output.errors(as_json),
         contextlib.suppress(KeyboardInterrupt),
     ):
+        if not math.isfinite(interval):  # FloatRange lets nan through
+            raise BadUsage("--interval takes a finite number of seconds")
         readings = watch(client, interval, options["timeout"])
         if once:
             reading = next(readings)

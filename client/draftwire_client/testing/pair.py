@@ -6,7 +6,7 @@ use no lock, loop or memory of the test's process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,9 +14,10 @@ from typing import Self
 from draftwire_client.processes import ServiceProcess, require_services, scratch_folder
 
 TINY = "random:tiny"
+_SHARED = {"--threads": "1", "--drain-grace-s": "1", "--log-format": "json"}
 # Always the drafter's block, so that what is accepted shows; and no time spent on measuring steps.
-_STEADY = ("--speculation", "fixed", "--profile-s", "0")
-_SHARED = ("--threads", "1", "--drain-grace-s", "1", "--log-format", "json", "--log-level")
+_STEADY = {"--speculation": "fixed", "--profile-s": "0"}
+_RANDOM = {"--random-weights-seed": "0"}
 
 
 class LocalPair:
@@ -41,7 +42,7 @@ class LocalPair:
         start_timeout_s: float = 120.0,
     ) -> None:
         """`seed` of the tiny model; options are flags of `draftwire-verifier` and
-        `draftwire-drafter` and come last.
+        `draftwire-drafter`, which hold where the pair has others by itself.
 
         Raises FailedPrecondition naming the extra if the services are not installed, Unavailable
         with the end of the log if one does not start.
@@ -65,16 +66,13 @@ class LocalPair:
     def _start(self, verifiers: int, drafters: int, options: Sequence[str]) -> None:
         # At once: the verifier waits for its drafters by itself.
         self._drafters = [self._drafter(index) for index in range(drafters)]
-        sockets = ",".join(self._socket(index) for index in range(drafters))
-        towards = ("--drafters", sockets) if drafters else ()
+        flags = {"--model": self._model, "--listen": "127.0.0.1:0", "--log-level": self._level}
+        flags |= _SHARED | _STEADY
+        if drafters:
+            flags["--drafters"] = ",".join(self._socket(index) for index in range(drafters))
         self._verifiers = [
             ServiceProcess(
-                "verifier_service",
-                [
-                    *("--model", self._model, "--listen", "127.0.0.1:0", *_SHARED, self._level),
-                    *(*_STEADY, *towards, *options),
-                ],
-                self._log(f"verifier-{index}"),
+                "verifier_service", _merged(flags, options), self._log(f"verifier-{index}")
             )
             for index in range(verifiers)
         ]
@@ -115,12 +113,11 @@ class LocalPair:
         self.close()
 
     def _drafter(self, index: int) -> ServiceProcess:
+        flags = {"--target": self._model, "--listen": self._socket(index)}
+        flags |= _SHARED | _RANDOM | {"--log-level": self._level}
         return ServiceProcess(
             "drafter_service",
-            [
-                *("--target", self._model, "--random-weights-seed", "0"),
-                *("--listen", self._socket(index), *_SHARED, self._level, *self._drafter_options),
-            ],
+            _merged(flags, self._drafter_options),
             self._log(f"drafter-{index}"),
         )
 
@@ -129,3 +126,10 @@ class LocalPair:
 
     def _log(self, name: str) -> Path:
         return Path(self._folder.name) / f"{name}.log"
+
+
+def _merged(flags: Mapping[str, str], options: Sequence[str]) -> list[str]:
+    """Arguments of a command that takes each flag once: `options`, and `flags` not among them."""
+    given = {word.partition("=")[0].replace("_", "-") for word in options}
+    words = [word for flag, value in flags.items() if flag not in given for word in (flag, value)]
+    return [*words, *options]
