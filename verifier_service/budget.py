@@ -217,6 +217,41 @@ def _try(
     return Plan(wishes, float(anchors + gain[at]), float(ms[at]), 0.0, waits)
 
 
+class PlainLook:
+    """When a round goes without drafts although they seem to pay: what is always drafted for never
+    shows what plain steps cost, and a profile that had them too dear would stand for ever.
+
+    After 24 steps with drafts, then 48, then 96, so about one step in a hundred in the long run. A
+    look is over with the first plain step that can be measured, or after `_TRIES` steps.
+    """
+
+    _FIRST, _RARELY, _TRIES = 24, 96, 3
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self._drafted = 0
+        self._interval = self._FIRST
+        self._left = 0
+
+    @property
+    def now(self) -> bool:
+        """Whether nothing is to be asked for."""
+        return self._left > 0
+
+    def stepped(self, *, drafted: bool, measured: bool) -> None:
+        """A step was made, with drafts or plain; `measured`: its time says something."""
+        if self._left:
+            self._left = 0 if measured and not drafted else self._left - 1
+        elif measured and not drafted:
+            self._drafted, self._interval = 0, self._FIRST
+        elif drafted:
+            self._drafted += 1
+            if self._drafted >= self._interval:
+                self.looks += 1
+                self._drafted, self._left = 0, self._TRIES
+                self._interval = min(2 * self._interval, self._RARELY)
+
+
 class Prober:
     """When a session that decodes plainly may be asked all the same, to see whether drafts pay by
     now.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from verifier_service.budget import Floats, Hope, Ints, Plan, Wish, choose, plan
+from verifier_service.budget import Floats, Hope, Ints, PlainLook, Plan, Wish, choose, plan
 from verifier_service.costs import Beside, StepCosts
 from verifier_service.lane import Lane
 from verifier_service.minds import DrafterMind, Memory, Mind, remember
@@ -34,6 +34,7 @@ _PLAN_EVERY = 0.05  # seconds; plans are made no more often, and take a hundredt
 _PLAN_SHARE = 0.01
 PROBE_ROUNDS = 6  # a look at a drafter is so many rounds of one session
 PROBE_NODES = 3  # least nodes of it that are verified: a plain step has rows for them unfilled
+_NO_DOUBT = 2.5  # times plain speed from which on no error about plain steps could matter
 _YOUNG = 100  # rounds after which a drafter is known well enough to be doubted for less long
 _PROBE_GAIN = 1.0  # accepted tokens for which a look is waited for
 _KEPT_AT_PROBE = 0.5  # share of what was learnt that still counts then
@@ -65,6 +66,8 @@ class Policy:
         self._row_limit = row_limit
         self._drafters: dict[tuple[str, str], DrafterMind] = {}
         self._minds: dict[int, Mind] = {}
+        self._plain_look = PlainLook()
+        self._in_doubt = False  # whether looking at a plain round can be had, and could matter
         self._next_plan = 0.0
         self._wait_ms = 0.0  # of the rounds planned
         self._usual: Wish | None = None  # of the last plan
@@ -173,6 +176,8 @@ class Policy:
     ) -> None:
         """A step of `sessions` with `context` positions before them took `seconds`. One with pieces
         of prompts costs other things too and says nothing."""
+        if self._in_doubt:
+            self._plain_look.stepped(drafted=drafted, measured=not prompts)
         if not prompts:
             ms = 1e3 * seconds
             self.costs.observe(rows, ms, drafted=drafted, sessions=sessions, context=context)
@@ -216,6 +221,9 @@ class Policy:
             rows=rows,
             row_limit=self._row_limit,
         )
+        speculation = [session.request.speculation for session in sessions]
+        gain = found.tokens / found.ms * found.plain_ms / max(1.0, tokens)
+        self._in_doubt = gain < _NO_DOUBT and all(s.adaptive or not s.enabled for s in speculation)
         self.counters.plans += 1
         self._wait_ms = found.wait_ms
         self._usual = next(iter(found.wishes.values()), None)
@@ -290,7 +298,7 @@ class Policy:
             return Wish(most, depth, self.expected_gain(session, lane), most)
         # One that no plan has looked at yet does as the others do.
         wish = mind.wish if mind.decided else self._usual
-        if wish is None:
+        if wish is None or self._plain_look.now:
             return None
         return replace(
             wish, nodes=min(wish.nodes, speculation.max_nodes), depth=min(wish.depth, depth)

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.budget import Floats, Hope, Ints, Plan, Prober, choose, plan
+from verifier_service.budget import (
+    Floats,
+    Hope,
+    Ints,
+    PlainLook,
+    Plan,
+    Prober,
+    choose,
+    plan,
+)
 from verifier_service.survival import survival
 
 chances = st.floats(0.02, 0.98)
@@ -163,3 +172,22 @@ def test_noise_about_break_even_does_not_turn_the_decision(drafting: bool) -> No
         wait = 10.0 * (1.5 - 1) * 0.98 * rng.uniform(0.98, 1.02)
         found = planned([hope(0, np.asarray([0.5]), drafting=drafting)], Table([10.0]), wait)
         assert bool(found.wishes) == drafting
+
+
+def test_plain_steps_are_looked_at_ever_more_rarely_while_drafts_pay() -> None:
+    look, at = PlainLook(), []
+    for step in range(400):
+        if look.now:
+            at.append(step)
+        look.stepped(drafted=not look.now, measured=True)
+    assert [b - a for a, b in itertools.pairwise([-1, *at])] == [25, 49, 97, 97, 97]
+
+
+def test_a_look_that_no_step_can_answer_ends() -> None:
+    look = PlainLook()
+    for _ in range(24):
+        look.stepped(drafted=True, measured=True)
+    assert look.now
+    for _ in range(3):
+        look.stepped(drafted=True, measured=True)
+    assert not look.now

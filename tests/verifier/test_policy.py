@@ -90,6 +90,19 @@ def test_a_cliff_in_the_cost_of_steps_is_not_crossed() -> None:
     assert sum(world.steps[10:]) / len(world.steps[10:]) > 7
 
 
+def test_plain_steps_believed_too_dear_are_found_out_although_drafts_seemed_to_pay() -> None:
+    """Drafts at break-even for the true costs; the profile has plain steps at twice theirs."""
+    world = World(steep, profiled=False)
+    for rows in (4, 8, 12, 16, 24, 32, 48, 64):
+        costs = world.engine.policy.costs
+        costs.profile(rows, (2 if rows == 4 else 1) * steep(rows), drafted=False)
+        costs.profile(rows, max(40, steep(rows)), drafted=True)
+    world.drafter(lambda _: 10.0, lambda _: 0.3)
+    world.ask(1, 1500)
+    world.run()
+    assert world.speed(1, 15.0) >= 0.97 * 1000 / steep(4)
+
+
 def test_speculation_returns_when_the_drafter_becomes_good() -> None:
     world = World(flat)
     quality = [0.0]
