@@ -8,9 +8,13 @@ sessions are, lanes, clocks.
     ms = scale x (curve[trees or none](rows) + per_session x sessions + per_position x context)
 
 What is measured is noisy, so an observation moves a curve by a bounded share of its logarithm, and
-what is read is the closest curve that never falls (pool adjacent violators, weighted by the number
-of observations; Barlow et al. 1972). The scale, what a slow or busy machine changes at once, is the
+what is read is the closest curve that never falls (pool adjacent violators, weighted by what each
+value rests on; Barlow et al. 1972). The scale, what a slow or busy machine changes at once, is the
 median of the last few steps: any change is believed after some steps, and no single stall is.
+
+While all steps are of one size, the scale takes up all that is wrong about that size, and says it
+of the others too. So the longer a size was not seen, the more its next observation moves it: steps
+one after the other share the machine's mood, and tell best how their sizes compare.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ _WINDOW = 9  # steps whose median is the scale
 _TRUST = 2  # steps that the profile counts for in it, at first
 _LEAST_SHARE = 0.1  # of a step that is left to its rows, whatever its sessions are believed to cost
 _SLOWEST = 0.05  # least share by which the figure of these rows moves
+_STALE = 0.03  # share of what is known of a size that is lost with each step of another
+_MOST_STALE = 0.5  # most of it that is
 # Row counts at which a smooth cost is remembered: at most a third apart, so that the nearest is
 # near.
 GRID = tuple(
@@ -63,6 +69,7 @@ class Curve:
     def __init__(self, points: Sequence[int], fixed_share: float) -> None:
         self.points = np.asarray(points, dtype=np.float64)
         self.counts = [0] * len(points)
+        self._weights = [0.0] * len(points)  # observations that each value rests on
         self._cells = [0.0] * len(points)
         self._share = fixed_share
         self._fit: Floats | None = None
@@ -72,18 +79,23 @@ class Curve:
         """Whether anything was observed."""
         return any(self.counts)
 
-    def observe(self, index: int, ms: float) -> None:
-        """One observation at points[index]; a later one counts less, down to a twentieth."""
-        seen = self.counts[index]
-        if seen:
+    def observe(self, index: int, ms: float, unseen: int = 0) -> None:
+        """One observation at points[index]; a later one counts less, down to a twentieth, but more
+        after `unseen` steps elsewhere."""
+        share = 1.0
+        if self.counts[index]:
+            lost = min(_MOST_STALE, 1 - (1 - _STALE) ** unseen)
+            share = max(1 / (self._weights[index] + 1), lost, _SLOWEST)
             surprise = math.log(ms / self._cells[index])
-            # What is too surprising is a stall, or a change of scale on its way.
-            share = _SLOWEST if abs(surprise) > _LARGEST_SURPRISE else 1 / (seen + 1)
-            surprise = min(_LARGEST_SURPRISE, max(-_LARGEST_SURPRISE, surprise))
-            self._cells[index] *= math.exp(max(_SLOWEST, share) * surprise)
+            if abs(surprise) > _LARGEST_SURPRISE:
+                # What is too surprising is a stall, or a change of scale on its way.
+                share = _SLOWEST
+                surprise = math.copysign(_LARGEST_SURPRISE, surprise)
+            self._cells[index] *= math.exp(share * surprise)
         else:
             self._cells[index] = ms
-        self.counts[index] = seen + 1
+        self._weights[index] = 1 / share
+        self.counts[index] += 1
         self._fit = None
 
     def nearest(self, rows: float) -> int:
@@ -100,7 +112,7 @@ class Curve:
         seen = [i for i, count in enumerate(self.counts) if count]
         if not seen:
             return np.zeros(len(self.points))
-        values = isotonic([self._cells[i] for i in seen], [float(self.counts[i]) for i in seen])
+        values = isotonic([self._cells[i] for i in seen], [self._weights[i] for i in seen])
         at = self.points[seen]
         filled = np.interp(self.points, at, values)
         below, above = self.points < at[0], self.points > at[-1]
@@ -159,6 +171,8 @@ class StepCosts:
         self.per_session = self.per_position = 0.0
         self.scale = 1.0
         self._ratios = deque([0.0] * _TRUST, maxlen=_WINDOW)  # logarithms
+        self._steps = 0  # that were observed
+        self._last: dict[tuple[bool, int], int] = {}  # step in which a size was seen last
         self._fits: dict[bool, Floats] = {}
 
     @property
@@ -174,9 +188,11 @@ class StepCosts:
         self, rows: int, ms: float, *, drafted: bool, sessions: int = 0, context: int = 0
     ) -> None:
         """A step made for the purpose, before there were requests, took `ms`."""
-        curve = self.drafted if drafted else self.plain
+        curve, index = self.drafted if drafted else self.plain, self._index(rows)
         own = ms - self._fixed(sessions, context)
-        curve.observe(self._index(rows), max(own, _LEAST_SHARE * ms))
+        unseen = self._steps - self._last.get((drafted, index), 0)
+        curve.observe(index, max(own, _LEAST_SHARE * ms), max(0, unseen - 1))
+        self._last[drafted, index] = self._steps
         self._fits.clear()
 
     def observe(
@@ -185,6 +201,7 @@ class StepCosts:
         """A real step took `ms`. Ignored unless positive and finite."""
         if not (math.isfinite(ms) and ms > 0 and rows > 0):
             return
+        self._steps += 1
         if self.known:
             expected = self.beside(sessions, context).ms(rows, drafted=drafted) / self.scale
             self._ratios.append(math.log(ms / expected))

@@ -85,6 +85,22 @@ def test_a_profile_that_was_wrong_by_far_is_forgotten_after_a_few_steps() -> Non
     assert costs.ms(64, drafted=False) == pytest.approx(74.0, rel=0.1), "it had the shape right"
 
 
+def test_sizes_that_were_not_seen_for_long_are_told_apart_by_a_few_steps_of_them() -> None:
+    """While all steps are alike the scale takes up what is wrong about their size alone."""
+    costs = StepCosts(BUCKETS, 64)
+    for rows in BUCKETS:
+        for _ in range(10):
+            costs.profile(rows, 10.0 + rows, drafted=False)
+            costs.profile(rows, 10.0 + rows, drafted=True)
+    for look in range(4):
+        for _ in range(30):
+            costs.observe(16, 1.5 * 26.0, drafted=True)
+        assert look or costs.ms(4, drafted=False) > 1.3 * 14.0, "believed to be slower too"
+        costs.observe(4, 14.0, drafted=False)
+    assert costs.ms(4, drafted=False) == pytest.approx(14.0, rel=0.1)
+    assert costs.ms(16, drafted=True) == pytest.approx(39.0, rel=0.05)
+
+
 def test_what_sessions_and_contexts_cost_is_not_laid_to_rows() -> None:
     costs = StepCosts(BUCKETS, 64)
     costs.per_session, costs.per_position = 2.0, 0.01
