@@ -3,15 +3,17 @@ and of the drafter's size, predicted sizes and adaptive lengths, over a grid of 
 and kind of text.
 
 Cells: 1, 4, 16 and 32 requests at a time x T 0 and 1.0 x code and mathematics, chat and creative.
-In a cell the arms run in turn, forwards and then backwards, each for --seconds in a closed loop
-over the same prompts; counted are the tokens from when every worker has its first one until the
-time is up, so prompts cost no arm anything but what their pages in the cache leave over. One
-verifier and one drafter serve all of it, invariant arithmetic, so the answers of all arms must
-begin alike: 1 is returned if any does not.
+In a cell the arms run in turn, --turns times, forwards and backwards, each for --seconds in a
+closed loop; each time all arms begin at the same prompt, and the next time further on. Counted are
+the tokens after the step in which every worker had its first one, over the time from it to the last
+step that ended in time, so prompts cost no arm anything but what their pages in the cache leave
+over, and no window is cut within a step. A ratio is the geometric mean over the turns, its 95 %
+interval from Student's t of the logarithms. One verifier and one drafter serve all of it, invariant
+arithmetic, so the answers of all arms must begin alike: 1 is returned if any does not.
 
 Prompts come from --data, a folder of JSON-lines files with `turns`; without it, built-in ones. Each
 finished cell is kept in policy_grid.part.json in --out: run again, and only what is missing is
-measured. Writes policy_grid.json, .md and .png. About --seconds x 175 + 3 minutes in all.
+measured. Writes policy_grid.json, .md and .png. About --turns x (--seconds x 80 + 60 s) in all.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -64,6 +68,9 @@ LOADS = (1, 4, 16, 32)
 TEMPERATURES = (0.0, 1.0)
 MAX_PROMPT, MAX_TOKENS = 120, 96
 FLOOR = 0.97
+SAME_STEP = 0.02  # seconds within which the sessions of a step get their tokens
+# Student's t, two-sided 95 %, by degrees of freedom from 1 on.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 @dataclass
@@ -114,9 +121,10 @@ async def turn(
     temperature: float,
     speculation: dict[str, Any],
     seconds: float,
+    start: int = 0,
 ) -> Run:
-    """`load` workers for `seconds` after each has had its first token."""
-    run, numbers = Run(), itertools.count()
+    """`load` workers for `seconds` after each has had its first token, from prompt `start` on."""
+    run, numbers = Run(), itertools.count(start)
     started: set[int] = set()
     begun = asyncio.Event()
     chunks: list[tuple[float, int]] = []
@@ -149,7 +157,6 @@ async def turn(
         run.before = await totals(stub)
         first = time.perf_counter()
         await asyncio.wait(workers, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        last = time.perf_counter()
         run.after = await totals(stub)
     finally:
         for task in workers:
@@ -158,9 +165,19 @@ async def turn(
     for result in results:
         if isinstance(result, Exception):
             raise result
-    run.tokens = sum(count for at, count in chunks if first < at <= last)
-    run.seconds = last - first
+    run.tokens, run.seconds = counted(chunks, first, first + seconds)
     return run
+
+
+def counted(chunks: Sequence[tuple[float, int]], begin: float, end: float) -> tuple[int, float]:
+    """Tokens and seconds of the whole steps between `begin`, when one ended, and `end`. `chunks`:
+    time and tokens of what came."""
+    inside = [(at, count) for at, count in chunks if begin + SAME_STEP < at <= end]
+    while inside and end - inside[-1][0] < SAME_STEP:  # a step that others may get tokens of yet
+        end, _ = inside.pop()
+    if not inside:
+        return 0, end - begin
+    return sum(count for _, count in inside), inside[-1][0] - begin
 
 
 def differing(runs: dict[str, list[Run]]) -> int:
@@ -179,6 +196,22 @@ def differing(runs: dict[str, list[Run]]) -> int:
     return wrong
 
 
+def speed(run: Run) -> float:
+    """Tokens a second; of a turn in which nothing came, as if half a token had."""
+    return max(run.tokens, 0.5) / run.seconds
+
+
+def against(runs: Sequence[Run], others: Sequence[Run]) -> dict[str, Any]:
+    """Speed of `runs` over that of `others`, turn by turn: geometric mean and 95 % interval."""
+    logs = [math.log(speed(a) / speed(b)) for a, b in zip(runs, others, strict=True)]
+    mean, found = statistics.mean(logs), {}
+    if len(logs) > 1:
+        t = T_95[min(len(logs) - 1, len(T_95)) - 1]
+        half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+        found["interval"] = [round(math.exp(mean + side * half), 3) for side in (-1, 1)]
+    return {"ratio": round(math.exp(mean), 3), **found}
+
+
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
     """Speed of an arm in a cell, and what the server's counters say of speculation meanwhile."""
 
@@ -195,7 +228,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
                 reasons[name] = reasons.get(name, 0) + sign * size.rounds
     return {
         "tokens_per_s": round(sum(r.tokens for r in runs) / sum(r.seconds for r in runs), 3),
-        "each_turn": [round(r.tokens / r.seconds, 3) for r in runs],
+        "each_turn": [round(speed(r), 3) for r in runs],
         "mean_acceptance_length": round(1 + accepted / rounds, 3) if rounds else None,
         "share_of_rounds_plain": round(plain / (plain + rounds), 3) if plain + rounds else None,
         "rounds_by_reason": {name: count for name, count in sorted(reasons.items()) if count},
@@ -203,53 +236,86 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 async def cell(
-    stub: Any, texts: Sequence[Sequence[int]], load: int, temperature: float, seconds: float
+    stub: Any,
+    texts: Sequence[Sequence[int]],
+    load: int,
+    temperature: float,
+    given: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All arms, forwards and backwards."""
+    """All arms, `given.turns` times, forwards and backwards."""
     runs: dict[str, list[Run]] = {name: [] for name in ARMS}
-    for name in [*ARMS, *reversed(ARMS)]:
-        runs[name].append(await turn(stub, texts, load, temperature, ARMS[name], seconds))
+    for number in range(given.turns):
+        for name in ARMS if number % 2 == 0 else reversed(ARMS):
+            start = number * load
+            one = await turn(stub, texts, load, temperature, ARMS[name], given.seconds, start=start)
+            runs[name].append(one)
     arms = {name: summary(found) for name, found in runs.items()}
-    base = arms[PLAIN]["tokens_per_s"]
-    for arm in arms.values():
-        arm["ratio_to_plain"] = round(arm["tokens_per_s"] / base, 3)
-    return {"arms": arms, "answers_that_differ": differing(runs)}
+    for name, arm in arms.items():
+        arm["of_plain"] = against(runs[name], runs[PLAIN])
+    return {
+        "arms": arms,
+        "adaptive_of": {n: against(runs[ADAPTIVE], runs[n]) for n in ARMS if n != ADAPTIVE},
+        "answers_that_differ": differing(runs),
+    }
 
 
 def judged(cells: dict[str, Any]) -> dict[str, Any]:
-    """The claims: adaptive against plain and the best arm of each cell, and all arms on average."""
-    speeds = {
-        key: {name: arm["ratio_to_plain"] for name, arm in found["arms"].items()}
+    """The claims: adaptive against plain and the best arm of each cell, and all arms on average.
+    `surely`: the whole interval lies below the floor."""
+    ratios = {
+        key: {name: arm["of_plain"]["ratio"] for name, arm in found["arms"].items()}
         for key, found in cells.items()
     }
-    others = [name for name in ARMS if name != ADAPTIVE]
-    against = {k: round(s[ADAPTIVE] / max(s[o] for o in others), 3) for k, s in speeds.items()}
+    best = {
+        key: max((name for name in found if name != ADAPTIVE), key=found.__getitem__)
+        for key, found in ratios.items()
+    }
+
+    def below(other: dict[str, str], *, surely: bool) -> list[str]:
+        found = {key: cells[key]["adaptive_of"][name] for key, name in other.items()}
+        if surely:
+            return [k for k, v in found.items() if "interval" in v and v["interval"][1] < FLOOR]
+        return [k for k, v in found.items() if v["ratio"] < FLOOR]
+
+    plain = dict.fromkeys(cells, PLAIN)
     return {
-        "mean_ratio_to_plain": {
-            name: round(sum(s[name] for s in speeds.values()) / len(speeds), 3) for name in ARMS
+        "mean_of_plain": {
+            name: round(statistics.geometric_mean(r[name] for r in ratios.values()), 3)
+            for name in ARMS
         },
-        "adaptive_against_best_other_arm": against,
-        "cells_adaptive_below_floor_of_plain": [
-            k for k, s in speeds.items() if s[ADAPTIVE] < FLOOR
-        ],
-        "cells_adaptive_below_floor_of_best": [k for k, v in against.items() if v < FLOOR],
+        "best_other_arm": best,
+        "cells_adaptive_below_floor_of_plain": below(plain, surely=False),
+        "cells_adaptive_surely_below_floor_of_plain": below(plain, surely=True),
+        "cells_adaptive_below_floor_of_best": below(best, surely=False),
+        "cells_adaptive_surely_below_floor_of_best": below(best, surely=True),
         "floor": FLOOR,
     }
 
 
 def table(cells: dict[str, Any], verdict: dict[str, Any]) -> str:
     """Markdown: tokens a second against plain, a row a cell."""
+    others = [name for name in ARMS if name != PLAIN]
     lines = [
-        "| cell | plain, tokens/s | " + " | ".join(a for a in ARMS if a != PLAIN) + " |",
-        "|---|---|" + "---|" * (len(ARMS) - 1),
+        f"| cell | plain, tokens/s | {' | '.join(others)} | adaptive of the best other arm |",
+        "|---|---|" + "---|" * (len(others) + 1),
     ]
     for key, found in cells.items():
-        arms = found["arms"]
-        ratios = [f"{arm['ratio_to_plain']:.2f}" for name, arm in arms.items() if name != PLAIN]
+        arms, best = found["arms"], verdict["best_other_arm"][key]
+        ratios = [f"{arms[name]['of_plain']['ratio']:.2f}" for name in others]
+        ratios[-1] = shown(arms[ADAPTIVE]["of_plain"])
+        ratios.append(f"{shown(found['adaptive_of'][best])}, {best}")
         lines.append(f"| {key} | {arms[PLAIN]['tokens_per_s']:.1f} | {' | '.join(ratios)} |")
-    means = verdict["mean_ratio_to_plain"]
-    lines.append("| mean | | " + " | ".join(f"{means[a]:.2f}" for a in ARMS if a != PLAIN) + " |")
+    means = verdict["mean_of_plain"]
+    lines.append("| mean | | " + " | ".join(f"{means[a]:.2f}" for a in others) + " | |")
     return "\n".join(lines) + "\n"
+
+
+def shown(ratio: dict[str, Any]) -> str:
+    """A ratio with its interval."""
+    low_high = ratio.get("interval")
+    return f"{ratio['ratio']:.2f}" + (
+        f" [{low_high[0]:.2f}, {low_high[1]:.2f}]" if low_high else ""
+    )
 
 
 def plot(cells: dict[str, Any], file: Path) -> None:
@@ -267,7 +333,7 @@ def plot(cells: dict[str, Any], file: Path) -> None:
         panel = panels[row][column]
         for place, arm in enumerate(ARMS):
             found = [
-                (at, cells[key]["arms"][arm]["ratio_to_plain"])
+                (at, cells[key]["arms"][arm]["of_plain"]["ratio"])
                 for at, load in enumerate(LOADS)
                 if (key := name_of(kind, temperature, load)) in cells
             ]
@@ -305,11 +371,11 @@ async def measure(given: argparse.Namespace, address: str, texts: dict[str, Any]
             key = name_of(kind, temperature, load)
             if key in cells:
                 continue
-            cells[key] = await cell(stub, texts[kind], load, temperature, given.seconds)
+            cells[key] = await cell(stub, texts[kind], load, temperature, given)
             if not given.quick:
                 given.out.mkdir(parents=True, exist_ok=True)
                 part.write_text(json.dumps(cells, indent=1))
-            ratios = {n: a["ratio_to_plain"] for n, a in cells[key]["arms"].items()}
+            ratios = {n: a["of_plain"]["ratio"] for n, a in cells[key]["arms"].items()}
             say(f"policy_grid: {key}: {ratios}")
         info = await stub.GetInfo(verifier_pb2.VerifierGetInfoRequest())
     ordered = [
@@ -330,7 +396,8 @@ async def measure(given: argparse.Namespace, address: str, texts: dict[str, Any]
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes besides the common ones."""
     parser.add_argument("--data", type=Path, help="folder of the prompt files")
-    parser.add_argument("--seconds", type=float, default=7.0, help="of each arm and turn")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each arm and turn")
+    parser.add_argument("--turns", type=int, default=4, help="of each arm in a cell")
     parser.add_argument(
         "--loads",
         type=lambda text: [int(x) for x in text.split(",")],
@@ -344,9 +411,9 @@ def main() -> int:
     """Measure, write, and say whether the claims hold; 1 if any answer differs."""
     given, load = options(__doc__, arguments), load_average()
     if given.quick:
-        given.seconds, given.loads = min(given.seconds, 1.0), given.loads[:1]
+        given.seconds, given.loads, given.turns = min(given.seconds, 1.0), given.loads[:1], 2
     tokenizer = demo_tokenizer()
-    texts = prompts(given.data, tokenizer, max(given.loads) if max(given.loads) > 8 else 8)
+    texts = prompts(given.data, tokenizer, max(*given.loads, 16))
     drafter, trained = drafter_arguments()
     verify = ["verifier_service", "--model", TARGET]
     with (
@@ -355,7 +422,8 @@ def main() -> int:
     ):
         results = asyncio.run(measure(given, address, texts))
     verdict = judged(results["cells"])
-    results |= {"verdict": verdict, "trained_drafter": trained, "seconds_of_a_turn": given.seconds}
+    results |= {"verdict": verdict, "trained_drafter": trained}
+    results |= {"seconds_of_a_turn": given.seconds, "turns": given.turns}
     write("policy_grid", results, given, load)
     made = table(results["cells"], verdict)
     if not given.quick:
@@ -363,8 +431,9 @@ def main() -> int:
         plot(results["cells"], given.out / "policy_grid.png")
         (given.out / "policy_grid.part.json").unlink(missing_ok=True)
     say(made)
-    for name in ("mean_ratio_to_plain", "cells_adaptive_below_floor_of_plain"):
-        say(f"policy_grid: {name}: {verdict[name]}")
+    for name, found in verdict.items():
+        if name != "floor":
+            say(f"policy_grid: {name}: {found}")
     wrong = sum(found["answers_that_differ"] for found in results["cells"].values())
     say(f"policy_grid: answers that differ: {wrong}")
     return 1 if wrong else 0

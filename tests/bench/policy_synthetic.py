@@ -3,10 +3,9 @@ acceptance is given (`synthetic_drafter.py`, in this process), adaptive against 
 
 Cases: a drafter that is always right; the same one when it is never right and says so; and when it
 is never right and claims 0.9. Each with 1 and 4 requests at a time, greedy, the same prompts in
-both arms. Arms alternate, --turns of each, --seconds a turn; the ratio is of all tokens over all
-seconds, its interval from resampling pairs of turns. Claims: what is never right costs less than
-5 % of plain; what is always right is drafted to the limit. Writes policy_synthetic.json; about 6
-minutes.
+both arms. Arms alternate, --turns of each, --seconds a turn; ratios and intervals are those of
+`policy_grid.py`. Claims: what is never right costs less than 5 % of plain; what is always right is
+drafted to the limit. Writes policy_synthetic.json; about 6 minutes.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from common import PROMPTS, TARGET, chat_ids, demo_tokenizer, load_average, options, say, write
 from fakes import at_rates, scripted
-from policy_grid import ADAPTIVE, ARMS, PLAIN, Run, differing, summary, turn
+from policy_grid import ADAPTIVE, ARMS, PLAIN, Run, against, differing, summary, turn
 from synthetic_drafter import SyntheticDrafter, claims
 
 from draftwire.channel import ChannelConfig, open_channel
@@ -36,15 +34,6 @@ CASES: dict[str, tuple[float, float]] = {  # rate, claim
 }
 LOADS = (1, 4)
 MOST_NODES = 15
-
-
-def interval(pairs: Sequence[tuple[Run, Run]], seed: int) -> list[float]:
-    """95 % bootstrap interval of adaptive over plain, resampling pairs of turns."""
-    rng = np.random.default_rng(seed)
-    tokens = np.asarray([[r.tokens / r.seconds for r in pair] for pair in pairs])
-    drawn = tokens[rng.integers(0, len(pairs), (2000, len(pairs)))].sum(1)
-    low, high = np.quantile(drawn[:, 1] / drawn[:, 0], [0.025, 0.975])
-    return [round(float(low), 3), round(float(high), 3)]
 
 
 async def measure(given: argparse.Namespace, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -101,13 +90,11 @@ async def case(
     runs: dict[str, list[Run]] = {PLAIN: [], ADAPTIVE: []}
     for number in range(given.turns):
         for arm in (PLAIN, ADAPTIVE) if number % 2 == 0 else (ADAPTIVE, PLAIN):
-            runs[arm].append(await turn(stub, texts, load, 0.0, ARMS[arm], given.seconds))
+            one = await turn(stub, texts, load, 0.0, ARMS[arm], given.seconds, start=number * load)
+            runs[arm].append(one)
     arms = {arm: summary(found) for arm, found in runs.items()}
-    pairs = list(zip(runs[PLAIN], runs[ADAPTIVE], strict=True))
-    ratio = arms[ADAPTIVE]["tokens_per_s"] / arms[PLAIN]["tokens_per_s"]
     return {
-        "ratio": round(ratio, 3),
-        "interval": interval(pairs, given.seed),
+        **against(runs[ADAPTIVE], runs[PLAIN]),
         "largest_block": largest(runs[ADAPTIVE][1:] or runs[ADAPTIVE]),
         "answers_that_differ": differing(runs),
         "arms": arms,
