@@ -24,6 +24,8 @@ from drafter_service.cache import Context, ContextPool
 from drafter_service.draft_config import DraftConfig
 from drafter_service.pathhead import PathHead
 from drafter_service.rope import RotaryTable, rotate
+from draftwire_kernels import products
+from draftwire_kernels.products import Product
 
 HEAD_ROWS = 256  # rows of logits made at a time, which bounds memory: 256 x 151,936 fp32 are 156 MB
 
@@ -154,6 +156,8 @@ class DraftModel(nn.Module):
         self._embedding: torch.Tensor | None = None
         self._head: torch.Tensor | None = None
         self._full_head: torch.Tensor | None = None
+        self._head_product: Product | None = None  # with `_head`, once it is laid out
+        self._laid_out = False
         self._mask_embedding: torch.Tensor | None = None
         self._rotary: RotaryTable | None = None
 
@@ -191,14 +195,29 @@ class DraftModel(nn.Module):
         same = embedding if head is None else head
         self._embedding = embedding.to(self.device, self.dtype)
         self._full_head = self._embedding if same is embedding else same.to(self.device, self.dtype)
+        self._head_product = None
         self.limit_vocabulary(vocab_size)
         if mask_embedding is not None:
             self._mask_embedding = mask_embedding.to(self.device, self.dtype)
 
     def limit_vocabulary(self, vocab_size: int) -> None:
         """Never propose ids from `vocab_size` on."""
-        if self._full_head is not None:
-            self._head = self._full_head[:vocab_size]
+        if self._full_head is None:
+            return
+        before, self._head = self.vocabulary, self._full_head[:vocab_size]
+        if self._laid_out and (self._head_product is None or before != self.vocabulary):
+            self._head_product = products.onednn(products.laid_out(self._head))
+
+    def lay_out(self) -> None:
+        """Lay all weights out for drafting on a CPU, where that is quicker: those there are, for
+        good, and a target's head whenever one is attached. Nothing can be trained after it.
+        """
+        if self._laid_out or not products.available(self.norm.weight):
+            return
+        products.pack(self, replaced=False)
+        self._laid_out = True
+        if self._head is not None:
+            self._head_product = products.onednn(products.laid_out(self._head))
 
     @property
     def vocabulary(self) -> int:
@@ -300,7 +319,10 @@ class DraftModel(nn.Module):
         """
         if self._head is None:
             raise RuntimeError("no target is attached")
-        return self.shaped(F.linear(hidden.contiguous(), self._head))
+        hidden = hidden.contiguous()
+        if self._head_product is None:
+            return self.shaped(F.linear(hidden, self._head))
+        return self.shaped(self._head_product(hidden))
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Products with the head as logits: the target's scale and soft cap applied."""

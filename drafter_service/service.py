@@ -154,6 +154,7 @@ def _load(config: Config) -> tuple[Checkpoint, TargetInPlace | None]:
     device = _device(config.device)
     try:
         checkpoint = _checkpoint(config, device)
+        checkpoint.model.lay_out()
         matrices = None
         if checkpoint.embedding is not None:
             # A checkpoint that brings matrices of its own was trained with them.

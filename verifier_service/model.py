@@ -19,6 +19,7 @@ from torch import nn
 
 from draftwire.errors import FailedPrecondition
 from draftwire.models import ModelSource
+from draftwire_kernels import products
 from verifier_service import attention, numerics
 from verifier_service.cache import CacheShape, PagedStore
 from verifier_service.packing import Feed, Packed, bucket, pack
@@ -81,7 +82,7 @@ class TargetHost:
                 else numerics.fast(model)
             )
         if self.plan.packed:
-            numerics.pack_products(model, replaced=not keep_weights)
+            products.pack(model, replaced=not keep_weights)
         if self.plan.chunk is not None:
             numerics.cut_products(model, self.plan.chunk, pad=True)
         elif invariant:

@@ -11,17 +11,16 @@ weights faster. Does not know: sessions or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from draftwire_kernels import products
+from draftwire_kernels.products import Product
 from verifier_service.packing import BLOCK
-
-Product = Callable[[torch.Tensor], torch.Tensor]
-"""Rows [..., in] to rows [..., out] of one linear layer."""
 
 STEP_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 ATTENTION_ROWS = (4, 8, 16, 32, 64, 128, 256)
@@ -30,7 +29,6 @@ FIXED_ROWS = (16, 32)
 # Up to here a GPU's product is bound by its weights, and each further piece reads them again.
 FIXED_ROWS_CUDA = (128, 64, 32, 16)
 _PLACES = 16  # rows from the first on that each row count is tried at
-_LAID_OUT_FOR = 16  # rows: what oneDNN is told to expect; it decides how weights are blocked
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class RowPlan:
     most_tail: int = 0
     """Keys up to which a tree's rows may share its tail in physical order."""
     packed: bool = False
-    """Whether weights are to be laid out for oneDNN (`pack_products`)."""
+    """Whether weights are to be laid out for oneDNN (`products.pack`)."""
 
     def describe(self) -> str:
         """One line for logs and GetInfo."""
@@ -82,12 +80,12 @@ def certify(
         agreed = _all_agreeing(layers, [_packed_product(layer) for layer in layers], seed)
         if len(agreed) >= 2:
             return replace(rest, buckets=agreed, packed=True)
-    products = [_plain_product(layer) for layer in layers]
-    agreed = _all_agreeing(layers, products, seed)
+    plain = [_plain_product(layer) for layer in layers]
+    agreed = _all_agreeing(layers, plain, seed)
     if len(agreed) >= 2:
         return replace(rest, buckets=agreed)
     for rows in FIXED_ROWS_CUDA if device.type == "cuda" else FIXED_ROWS:
-        pairs = zip(layers, products, strict=True)
+        pairs = zip(layers, plain, strict=True)
         if all(_position_free(layer, product, rows, seed) for layer, product in pairs):
             return replace(rest, buckets=(rows,), chunk=rows)
     raise RuntimeError(
@@ -96,48 +94,11 @@ def certify(
 
 
 def _packable(model: nn.Module) -> bool:
-    """Whether oneDNN can take the weights. In fp32 alone: other types go through it anyway."""
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available and all(
-        layer.weight.device.type == "cpu" and layer.weight.dtype is torch.float32
-        for layer in _linear_layers(model)
-    )
-
-
-def pack_products(model: nn.Module, *, replaced: bool) -> None:
-    """Lay the weights of every linear layer of `model` out for oneDNN, for good.
-
-    `replaced`: the new ones take the place of the old ones (`is_mkldnn`; `to_dense` gives the old
-    bits), so that no memory is used twice, unless they are another module's too, as those of a head
-    tied to the embedding.
-    """
-    shared = {
-        weight.data_ptr()
-        for module in model.modules()
-        if not isinstance(module, nn.Linear)
-        for weight in module.parameters(recurse=False)
-    }
-    for layer in _linear_layers(model):
-        packed = _laid_out(layer.weight)
-        layer.forward = _onednn(packed, layer.bias)  # type: ignore[assignment,method-assign]
-        if replaced and layer.weight.data_ptr() not in shared:
-            layer.weight = nn.Parameter(packed, requires_grad=False)
-
-
-def _laid_out(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAID_OUT_FOR)
-    return packed
-
-
-def _onednn(packed: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-
-    return product
+    return all(products.available(layer.weight) for layer in products.linear_layers(model))
 
 
 def _packed_product(layer: nn.Linear) -> Product:
-    return _onednn(_laid_out(layer.weight), layer.bias)
+    return products.onednn(products.laid_out(layer.weight), layer.bias)
 
 
 def _plain_product(layer: nn.Linear) -> Product:
@@ -162,18 +123,14 @@ def cut_products(model: nn.Module, rows: int, *, pad: bool) -> None:
 
         return pieces
 
-    for layer in _linear_layers(model):
+    for layer in products.linear_layers(model):
         layer.forward = cut(layer.forward)  # type: ignore[assignment,method-assign]
-
-
-def _linear_layers(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
 def _distinct_layers(model: nn.Module) -> list[nn.Linear]:
     """One layer of each shape, with and without bias."""
     found: dict[tuple[int, int, bool], nn.Linear] = {}
-    for layer in _linear_layers(model):
+    for layer in products.linear_layers(model):
         key = (layer.out_features, layer.in_features, layer.bias is not None)
         found.setdefault(key, layer)
     if not found:
@@ -187,10 +144,10 @@ def _samples(rows: int, width: int, like: torch.Tensor, seed: int) -> torch.Tens
 
 
 def _all_agreeing(
-    layers: Sequence[nn.Linear], products: Sequence[Product], seed: int
+    layers: Sequence[nn.Linear], made_by: Sequence[Product], seed: int
 ) -> tuple[int, ...]:
     agreed: tuple[int, ...] = STEP_ROWS
-    for layer, product in zip(layers, products, strict=True):
+    for layer, product in zip(layers, made_by, strict=True):
         agreed = tuple(_agreeing(layer, product, agreed, seed))
     return agreed
 

@@ -159,6 +159,7 @@ def costs(config: CostsConfig, say: Callable[[str], None]) -> CostTable:
     embedding = target.host.tensor("embed_tokens.weight")
     head = target.host.tensor("lm_head.weight")
     drafter.model.attach_target(embedding, head, vocab_size=target.vocab_size)
+    drafter.model.lay_out()
     parts = frozenset({Part.RANK_TREE, Part.NGRAM})
     with torch.inference_mode():
         draft_ms = {

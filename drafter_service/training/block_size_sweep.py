@@ -123,6 +123,7 @@ def sweep(config: SweepConfig, say: Callable[[str], None]) -> None:
         vocab_size=target.vocab_size,
         mask_embedding=drafter.mask_embedding,
     )
+    drafter.model.lay_out()
     sizes = sizes_of(config, drafter.config.block_size)
     parts = frozenset(Part[word.upper()] for word in config.parts)
     if drafter.config.branches == 1:

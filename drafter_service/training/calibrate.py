@@ -66,6 +66,7 @@ def calibrate(config: CalibrateConfig, say: Callable[[str], None]) -> Calibratio
     if drafter.config.target_layer_ids != target.layers:
         raise ConfigError("--features", config.features, "of the drafter's target layers")
     drafter.model.attach_target(target.embedding, target.head, vocab_size=target.vocab_size)
+    drafter.model.lay_out()
     network = BlockNetwork(drafter.model, target.embedding.float())
     trajectories = [t for name in config.features for t in read_features(Path(name))]
     keys = [t.response.key for t in trajectories]

@@ -83,6 +83,7 @@ def evaluate(config: EvaluateConfig, say: Callable[[str], None]) -> dict[str, An
     if drafter.config.target_layer_ids != target.layers:
         raise ConfigError("--features", config.features, "of the drafter's target layers")
     drafter.model.attach_target(target.embedding, target.head, vocab_size=target.vocab_size)
+    drafter.model.lay_out()
     network = BlockNetwork(drafter.model, target.embedding.to(device).float())
     size = config.block_size or drafter.config.block_size
     chosen = _limited(_wanted(config, drafter.raw_config), config.limit)

@@ -206,6 +206,32 @@ def test_a_mask_embedding_of_its_own_takes_the_place_of_the_targets_row() -> Non
     torch.testing.assert_close(got.double(), want, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_weights_laid_out_anew_draft_the_same(changes: dict[str, Any]) -> None:
+    model = kit.lively_model(kit.raw_config(**changes))
+    rows = kit.features(9)
+    want = kit.draft_logits(model, rows, anchor=7, size=6)
+    model.lay_out()
+    torch.testing.assert_close(
+        kit.draft_logits(model, rows, anchor=7, size=6), want, atol=1e-4, rtol=1e-4
+    )
+    assert set(model.state_dict()) == set(kit.lively_model(kit.raw_config(**changes)).state_dict())
+
+
+def test_a_head_that_is_laid_out_follows_the_vocabulary_and_the_next_target() -> None:
+    model = kit.lively_model(kit.raw_config())
+    model.lay_out()
+    model.lay_out()
+    hidden = kit.features(7, seed=5)
+    model.limit_vocabulary(50)
+    embedding, head = kit.target_matrices(model.config)
+    want = model.shaped(hidden @ (embedding if head is None else head)[:50].T)
+    torch.testing.assert_close(model.logits(hidden), want, atol=1e-4, rtol=1e-4)
+    model.attach_target(2 * embedding, None, vocab_size=kit.VOCAB)
+    want = model.shaped(2 * hidden @ embedding[: kit.VOCAB].T)
+    torch.testing.assert_close(model.logits(hidden), want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [

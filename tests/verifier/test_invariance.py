@@ -13,6 +13,7 @@ import torch
 from fakes import tiny_target
 
 from draftwire.models import resolve
+from draftwire_kernels import products
 from verifier_service import numerics
 from verifier_service.cache import PagedStore, PagePool
 from verifier_service.model import TargetHost, load_model, weights_digest
@@ -147,9 +148,9 @@ def test_no_product_sees_more_rows_than_were_certified(
 
         return product_seen
 
-    onednn = numerics._onednn
+    onednn = products.onednn
     monkeypatch.setattr(numerics.F, "linear", watched(numerics.F.linear))
-    monkeypatch.setattr(numerics, "_onednn", lambda *weights: watched(onednn(*weights)))
+    monkeypatch.setattr(products, "onednn", lambda *weights: watched(onednn(*weights)))
     other = Target(target.folder, target.host.dtype)
     assert torch.equal(other.plain[149], target.plain[149])
     slots = [other.slots(150) for _ in range(4)]
@@ -251,7 +252,7 @@ def test_products_by_onednn_are_the_layers_products() -> None:
     rows = torch.randn(2, 53, 48)
     with torch.inference_mode():
         before = model(rows)
-        numerics.pack_products(model, replaced=True)
+        products.pack(model, replaced=True)
         assert torch.allclose(model(rows), before, atol=1e-5)
     assert all(layer.weight.is_mkldnn for layer in model)
 
@@ -259,13 +260,13 @@ def test_products_by_onednn_are_the_layers_products() -> None:
 def test_where_onednns_rows_depend_on_each_other_its_layout_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    onednn = numerics._onednn
+    onednn = products.onednn
 
     def depends(*weights: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         product = onednn(*weights)
         return lambda rows: product(rows) * (1 + len(rows) * 2.0**-20)
 
-    monkeypatch.setattr(numerics, "_onednn", depends)
+    monkeypatch.setattr(products, "onednn", depends)
     model = load_model(resolve(str(tiny_target(tmp_path))), torch.float32, "cpu")
     host = TargetHost(model, keep_weights=False)
     assert not host.plan.packed
