@@ -17,9 +17,9 @@ from typing import TypeVar
 import structlog
 import torch
 
-from drafter_service.block_size import BlockSize, choose
-from drafter_service.drafting import Job, draft
-from drafter_service.messages import FaultKind, Malformed, Proposal, Reason, Step, StepResult
+from drafter_service.drafting import draft
+from drafter_service.jobs import job
+from drafter_service.messages import FaultKind, Malformed, Proposal, Step, StepResult
 from drafter_service.metrics import Counters
 from drafter_service.model import DraftModel
 from drafter_service.predictor import BlockSizePredictor
@@ -232,7 +232,10 @@ class Engine:
         if not ready:
             return proposals, 0
         self.counters.step_sessions.add(len(ready))
-        jobs = [self._job(lane, session) for lane, session in ready]
+        jobs = [
+            job(self.settings, lane.limits, self._parts_available, session, self.seats)
+            for lane, session in ready
+        ]
         drafted = draft(self.model, self.pool, jobs, path_head=self.settings.path_head)
         for (lane, session), proposal in zip(ready, drafted.proposals, strict=True):
             session.wants_proposal = False
@@ -247,44 +250,6 @@ class Engine:
             self.counters.nodes.update(Part(part) for part in proposal.tree.parts)
             self.counters.block_sizes[proposal.reason].add(proposal.block_size)
         return proposals, drafted.model_ns
-
-    def _job(self, lane: Lane, session: Session) -> Job:
-        settings, wishes = self.settings, session.speculation
-        context = self.seats.context(session)
-        block: BlockSize = choose(
-            preferred=settings.block_size,
-            lane_max=lane.limits.max_block_size,
-            speculation=wishes,
-            budget=session.budget,
-            room=None if context is None else self.seats.room(session),
-            predicted=session.predicted_size,
-        )
-        if context is None and block.reason in (Reason.FIXED, Reason.PREDICTED):
-            block = BlockSize(block.size, Reason.NO_MODEL)
-        bounds = (
-            settings.max_nodes,
-            lane.limits.max_nodes,
-            wishes.max_nodes,
-            session.budget.max_nodes,
-        )
-        # A request that names parts gets those or nothing: another one would not be what it asked.
-        parts = wishes.parts & self._parts_available if wishes.parts else settings.parts
-        nodes = min(bound for bound in bounds if bound)
-        return Job(session, context, block, nodes, parts, self._ngram_depth(lane, session))
-
-    def _ngram_depth(self, lane: Lane, session: Session) -> int:
-        """How deep repetition may go in this round. In the mode predicted the size is all there is;
-        in the mode adaptive it caps what the model drafts.
-        """
-        wishes = session.speculation
-        if wishes.predict and not wishes.adaptive:
-            return 0
-        limits = (
-            lane.limits.max_block_size - 1,
-            (wishes.max_block_size or 0) - 1,
-            session.budget.max_depth or -1,
-        )
-        return min([self.settings.ngram_depth, *(limit for limit in limits if limit >= 0)])
 
     def _answers(
         self,

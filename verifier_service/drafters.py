@@ -1,8 +1,8 @@
-"""The drafters from the network's side: finding them, shaking hands, carrying the lanes.
+"""The drafters from the network's side: finding them, carrying the lanes.
 
-Knows: addresses, channels, the handshake, one reader and one writer per stream, reconnecting. Lives
-on the event loop; tells the engine of lanes and responses by posting to it. Does not know: sessions
-or tokens.
+Knows: addresses, channels, one reader and one writer per stream, reconnecting. Lives on the event
+loop; tells the engine of lanes and responses by posting to it. Does not know: what is said in the
+handshake, sessions or tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import random
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -21,13 +21,12 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftwire.channel import ChannelConfig, open_channel
-from draftwire.codec import Assembler, chunks
 from draftwire.errors import DraftwireError, FailedPrecondition, Unavailable, from_rpc_error
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.engine import Engine
+from verifier_service.handshake import shake_hands
 from verifier_service.lane import LaneFacts
-from verifier_service.port import Call, Port
-from verifier_service.settle import Fusion, settle
+from verifier_service.port import Call, Port, responses
 
 SERVICE = "draftwire.v1.Drafter"
 LANE_HEADER = "draftwire-lane"
@@ -36,7 +35,6 @@ _FIRST_RETRY, _LONGEST_RETRY, _REFUSED_RETRY = 0.1, 2.0, 30.0
 _RESOLVE_EVERY = 2.0
 _FAREWELL = 1.0  # seconds for a drafter to answer the clean end of its lane
 _HANDSHAKE_TIMEOUT = 120.0
-_MAX_FUSION_BYTES = 4 << 30
 # A draining drafter leaves its name first: its lane ends when its sessions have moved.
 _SERVING = (State.LANE_STATE_READY, State.LANE_STATE_DRAINING)
 
@@ -233,7 +231,7 @@ class DrafterPool:
 
     async def _hear(self, call: Call, port: Port, status: DrafterStatus) -> None:
         engine, lane_id = self._engine, port.lane_id
-        async for message in _messages(call):
+        async for message in responses(call):
             kind = message.WhichOneof("message")
             if kind == "step":
                 engine.post_response(lane_id, message.step)
@@ -242,33 +240,10 @@ class DrafterPool:
                 engine.post(lambda: engine.lanes.lane_draining(lane_id))
 
     async def _shake_hands(self, call: Call, port: Port, status: DrafterStatus) -> None:
-        """Hello, HelloReply, weights both ways, Ready."""
         hello = self._hello()
         if self._use_rings:
             port.offer_ring(hello)
-        await call.write(drafter_pb2.DraftRequest(hello=hello))
-        first = await _read_one(call)
-        if first.WhichOneof("message") != "hello":
-            raise FailedPrecondition(
-                "BAD_HANDSHAKE", "the drafter did not answer Hello with HelloReply"
-            )
-        reply = first.hello
-        facts = settle(hello, reply, status.target)
-        for name in reply.tensors_needed:
-            for chunk in chunks(name, self._engine.host.tensor(name), facts.max_message_bytes // 4):
-                await call.write(drafter_pb2.DraftRequest(weights=chunk))
-        raw_size = len(reply.feature_layers) * hello.target.hidden_size
-        fusion = Fusion(reply, raw_size, self._engine.host.dtype, self._engine.host.device)
-        assembler = Assembler(_MAX_FUSION_BYTES)
-        while True:
-            message = await _read_one(call)
-            kind = message.WhichOneof("message")
-            if kind == "ready":
-                break
-            if kind == "weights" and (whole := assembler.add(message.weights)) is not None:
-                fusion.take(*whole)
-        fusion.check()
-        port.settle(facts, reply, fusion)
+        await shake_hands(call, port, hello, self._engine.host, status.target)
 
     def _note_found(self, target: str, addresses: Sequence[str]) -> None:
         """A name that leads nowhere has no lane to show in GetInfo, so the log says it, once."""
@@ -281,30 +256,6 @@ class DrafterPool:
     def _note_settled(self) -> None:
         if all(s.state != State.LANE_STATE_CONNECTING for s in self.status.values()):
             self._settled.set()
-
-
-async def _messages(call: Call) -> AsyncIterator[drafter_pb2.DraftResponse]:
-    while isinstance(message := await call.read(), drafter_pb2.DraftResponse):
-        yield message
-    await _raise_status(call)
-
-
-async def _read_one(call: Call) -> drafter_pb2.DraftResponse:
-    async for message in _messages(call):
-        return message
-    raise FailedPrecondition("BAD_HANDSHAKE", "the drafter ended the lane during the handshake")
-
-
-async def _raise_status(call: Call) -> None:
-    """read() says EOF for every kind of end; the status tells a clean one from the others."""
-    code = await call.code()
-    if code is not grpc.StatusCode.OK:
-        raise grpc.aio.AioRpcError(
-            code,
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        )
 
 
 async def _require_serving(channel: grpc.aio.Channel) -> None:

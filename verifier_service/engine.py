@@ -1,8 +1,8 @@
 """The loop: every running session, one packed target step at a time.
 
 Knows: the order of a step. Pure but for its thread: hears of requests, cancellations and drafters
-through `post`, speaks through
-`emit`, and takes time from the clock it is given. Does not know gRPC.
+through `post`, speaks through `emit`, and takes time from the clock it is given. Does not know:
+gRPC, what it takes to begin or to end a session (`roster`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import structlog
-import torch
 
-from draftwire.errors import DraftwireError, Internal, ResourceExhausted
-from draftwire.v1 import drafter_pb2, verifier_pb2
-from draftwire_kernels.tree import TokenTree
+from draftwire.errors import Internal
+from draftwire.v1 import drafter_pb2
 from draftwire_kernels.walk import NonFiniteRow, Verdict
-from verifier_service.acceptance import Round, accept, compacts
+from verifier_service import gauge, rounds
+from verifier_service.acceptance import compacts
 from verifier_service.cache import PagedStore, PagePool
 from verifier_service.costs import StepCosts
 from verifier_service.lane import LanePort
@@ -28,14 +25,14 @@ from verifier_service.lanes import Lanes
 from verifier_service.metrics import Meter
 from verifier_service.model import StepOutput, TargetHost
 from verifier_service.policy import Policy
-from verifier_service.reports import Emitted, finished_message, token_logprobs
+from verifier_service.reports import Emitted, token_logprobs
+from verifier_service.roster import Roster
 from verifier_service.scheduler import Budgets, Scheduler, Work
-from verifier_service.session import Delta, Ending, FinishReason, Request, Session, Statistics
+from verifier_service.session import Request
 from verifier_service.text import Decoder
-from verifier_service.waiting import Decision, Ready, decide
+from verifier_service.waiting import Decision, decide
 
 EndReason = drafter_pb2.EndReason
-_NO_TREE = TokenTree()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +81,18 @@ class Engine:
             recompute=self.scheduler.recompute,
             capture=host.capture,
         )
-        self.sessions: dict[int, Session] = {}
-        self.totals = Statistics()
+        self.roster = Roster(
+            self.scheduler, self.lanes, self.policy, tokenizer, vocab_size=vocab_size, emit=emit
+        )
+        self.sessions, self.totals = self.roster.sessions, self.roster.totals
         self.meter = Meter()
         self.steps = 0
         self.tokens = 0
         self.nonfinite_rows = 0
         self.step_time = 0.0
-        self.quickest_step = float(
-            "inf"
-        )  # refusals go by this: a slow spell must not lock clients out
-        self._tokenizer = tokenizer
+        # Refusals go by this: a slow spell must not lock clients out.
+        self.quickest_step = float("inf")
         self._clock = clock
-        self._emit = emit
-        self._out: list[Emitted] = []
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._stopping = False
@@ -137,29 +132,15 @@ class Engine:
 
     def submit(self, session_id: int, request: Request) -> None:
         """Queue a request; a full queue is told to the client."""
-        try:
-            session = Session(session_id, request, self.vocab_size, self._tokenizer)
-            self.scheduler.add(session)
-        except ResourceExhausted as error:
-            self._out.append(Emitted(session_id, error=error))
-            return
-        except Exception as error:  # noqa: BLE001  nobody else would answer this client
-            self._log.exception("request not taken", error=repr(error))
-            refusal = Internal("SUBMIT_FAILED", "the request was not taken; see the server's log")
-            self._out.append(Emitted(session_id, error=refusal))
-            return
-        self.sessions[session_id] = session
+        self.roster.submit(session_id, request)
 
     def cancel(self, session_id: int) -> None:
         """The client is gone: free the session here and on its drafter."""
-        if session := self.sessions.get(session_id):
-            self._retire(session, EndReason.END_REASON_CANCELLED)
+        self.roster.cancel(session_id)
 
     def finish_all(self, reason: int) -> None:
         """End every session with what it has made so far."""
-        for session in list(self.sessions.values()):
-            session.ending = Ending(reason)
-            self._finish(session, Delta(session.text.finish(), ()), ())
+        self.roster.finish_all(reason)
 
     def lane_up(self, port: LanePort) -> None:
         """A drafter shook hands."""
@@ -180,7 +161,7 @@ class Engine:
             for action in actions:
                 self._act(action)
             if stopping:
-                self._flush_out()
+                self.roster.flush()
                 return
             try:
                 self.turn()
@@ -190,7 +171,7 @@ class Engine:
     def turn(self) -> None:
         """What happens between two sleeps: expire, wait for proposals or step, tell everybody."""
         now = self._clock()
-        self._expire(now)
+        self.roster.expire(now + self._margin())
         if not self._busy:
             self._last_step = now  # the time without work does not count
         self._busy = bool(self.sessions)
@@ -206,8 +187,8 @@ class Engine:
             self.quickest_step = min(self.quickest_step, taken)
         self.lanes.flush(self._clock(), heard=now)
         if stepped:
-            self._measure(stepped, self._clock() - now)
-        self._flush_out()
+            gauge.measure(self.policy, stepped, self._clock() - now)
+        self.roster.flush()
         self._last_step = self._clock()
         if not self.sessions:
             self.pool.check()
@@ -227,19 +208,19 @@ class Engine:
         if not work:
             return work
         self._held = hold
-        self._begin(work)
+        rounds.begin(work, self.store, self._clock())
         self.meter.begin(work)
         output = self.host.step([item.feed for item in work], self.store)
         self.meter.lap("target")
         verdicts = self._verify(work, output)
         self.meter.lap("acceptance")
-        moves: list[tuple[np.ndarray, np.ndarray]] = []
+        moves = rounds.Moves(self.store)
         survivors = []
         for item, verdict in zip(work, verdicts, strict=True):
             if verdict is not None and self._commit(item, verdict, moves):
                 survivors.append((item, verdict))
         if not compacts(output):
-            self._compact(moves)
+            moves.make()
         self.policy.replan([s for s in running if s.at_anchor], self.lanes.lane_for)
         for item, verdict in survivors:
             self._tell(item, verdict)
@@ -254,88 +235,39 @@ class Engine:
         if not awaited:
             return Decision(None)
         self.scheduler.admit()  # newcomers do not wait for others' proposals
-        missing = {item.session_id for item in awaited}
-        here = [s for s in running if s.at_anchor and s.session_id not in missing]
-        trees = [s.proposal for s in here if s.proposal is not None]
-        gain = sum(self.policy.expected_accepted(s) for s in here)
-        rows = len(here) + self.scheduler.prompt_rows() + sum(len(p.tree) for p in trees)
-        # A prompt is as good as a token, or it would wait for others' proposals for nothing.
-        prompts = sum(not s.at_anchor for s in running)
-        ready = Ready(len(here) + prompts + gain, rows, bool(trees))
+        ready = gauge.ready(running, awaited, self.policy, self.scheduler.prompt_rows())
         costs = self.policy.costs.beside(len(running), sum(s.base for s in running))
         return decide(now, ready, awaited, costs, self._held)
 
-    def _measure(self, work: Sequence[Work], seconds: float) -> None:
-        """Tell the policy what the step cost, all that belongs to it included."""
-        rows = sum(len(item.feed.tokens) for item in work)
-        drafted = any(item.proposal is not None for item in work)
-        prompts = any(item.session.made <= 1 or not item.draws for item in work)
-        context = sum(item.feed.base for item in work)
-        self.policy.measured(rows, len(work), context, seconds, drafted=drafted, prompts=prompts)
-
     def _tell(self, item: Work, verdict: Verdict) -> None:
         """Report the round to the drafter; a fault of the lane costs the lane and not the round."""
-        previous = item.feed.base + _committed_rows(item) - 1
         try:
-            self.lanes.tell(item.session, previous, len(verdict.path), item.proposal is not None)
+            self.lanes.tell(item.session, item.anchor, len(verdict.path), item.proposal is not None)
         except Exception as error:  # noqa: BLE001  the committed round stands whatever the lane does
             self._log.exception("lane failed", error=repr(error))
             self.lanes.drop_lane_of(item.session, repr(error))
 
     # -- parts of a step
 
-    def _begin(self, work: Sequence[Work]) -> None:
-        now = self._clock()
-        layers = frozenset(self.store.features)
-        for item in work:
-            session = item.session
-            if session.started_at is None:
-                session.started_at = now
-            session.captured = layers if session.captured is None else session.captured & layers
-
     def _verify(self, work: Sequence[Work], output: StepOutput) -> list[Verdict | None]:
         """Draw the tokens of every round. A row that is not finite fails its own request alone."""
-        rounds = [
-            Round(
-                index,
-                item.proposal.tree if item.proposal else _NO_TREE,
-                item.session.request.sampling,
-                len(item.session.tokens),
-                item.session.history,
-                item.session.request.logprobs,
-                item.session.request.top_logprobs,
-            )
-            for index, item in enumerate(work)
-            if item.draws
-        ]
-        found = iter(accept(output, rounds, self.store, self.vocab_size))
         verdicts: list[Verdict | None] = []
-        for index, item in enumerate(work):
-            verdict = next(found) if item.draws else None
+        found = rounds.verify(work, output, self.store, self.vocab_size)
+        for item, verdict in zip(work, found, strict=True):
             if isinstance(verdict, NonFiniteRow):
-                self._fail_nonfinite(item.session, verdict.row)
+                self.nonfinite_rows += 1
+                message = f"the model's logits are not finite at row {verdict.row}"
+                error = Internal("NONFINITE_LOGITS", message, row=verdict.row)
+                self.roster.fail(item.session, error)
                 verdict = None
-            elif verdict is None:
-                item.session.computed += len(item.feed.tokens)
-            elif item.session.made == 0:
-                last = output.of(index, len(item.feed.logit_rows))[-1, : self.vocab_size]
-                item.session.last_logits = last.clone()
             verdicts.append(verdict)
         return verdicts
 
-    def _fail_nonfinite(self, session: Session, row: int) -> None:
-        self.nonfinite_rows += 1
-        message = f"the model's logits are not finite at row {row}"
-        self._fail(session, Internal("NONFINITE_LOGITS", message, row=row))
-
-    def _commit(
-        self, item: Work, verdict: Verdict, moves: list[tuple[np.ndarray, np.ndarray]]
-    ) -> bool:
+    def _commit(self, item: Work, verdict: Verdict, moves: rounds.Moves) -> bool:
         """Take the verdict's tokens. Returns whether the session goes on; if so its pages hold
         exactly what is committed."""
         session, now = item.session, self._clock()
         first_round = session.made == 0
-        anchor = item.feed.base + _committed_rows(item) - 1
         delta = session.commit(verdict.tokens, self.max_context)
         if not first_round:
             session.count_round(item.proposal, verdict.path, len(delta.tokens))
@@ -346,55 +278,14 @@ class Engine:
         self.tokens += len(delta.tokens)
         logprobs = token_logprobs(verdict, len(delta.tokens)) if session.request.logprobs else ()
         if session.ending is not None:
-            self._finish(session, delta, logprobs)
+            self.roster.finish(session, delta, logprobs)
             return False
-        session.computed = anchor + 1 + len(verdict.path)
-        if verdict.path:
-            rows = np.asarray(verdict.path) + anchor + 1
-            places = np.arange(anchor + 1, anchor + 1 + len(rows))
-            if not np.array_equal(rows, places):
-                moves.append((session.slots[rows], session.slots[places]))
+        session.computed = item.anchor + 1 + len(verdict.path)
+        moves.add(item, verdict.path)
         if first_round and session.captured == frozenset(self.store.features):
             self.pool.keep_prefix(session.request.prompt, session.pages)
-        self._out.append(Emitted(session.session_id, delta, logprobs))
+        self.roster.go_on(session, delta, logprobs)
         return True
-
-    def _compact(self, moves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Bring the accepted paths of trees to consecutive slots: the only rollback there is."""
-        if moves:
-            source, target = (
-                torch.from_numpy(np.concatenate(side)).to(self.store.device)
-                for side in zip(*moves, strict=True)
-            )
-            self.store.move(source, target)
-
-    # -- endings
-
-    def _finish(
-        self, session: Session, delta: Delta, logprobs: Sequence[verifier_pb2.TokenLogprob]
-    ) -> None:
-        self._retire(session, EndReason.END_REASON_FINISHED)
-        finished = finished_message(session)
-        self._out.append(Emitted(session.session_id, delta, logprobs, finished))
-
-    def _fail(self, session: Session, error: DraftwireError) -> None:
-        self._retire(session, EndReason.END_REASON_FAILED)
-        self._out.append(Emitted(session.session_id, error=error))
-
-    def _retire(self, session: Session, reason: int) -> None:
-        self.scheduler.remove(session)
-        self.lanes.forget(session, reason)
-        self.policy.forget(session)
-        self.totals.add(session.stats)
-        self.sessions.pop(session.session_id, None)
-
-    def _expire(self, now: float) -> None:
-        """End sessions whose deadline would pass during the next step, with what they have."""
-        for session in list(self.sessions.values()):
-            deadline = session.request.deadline
-            if deadline is not None and now + self._margin() >= deadline:
-                session.ending = Ending(FinishReason.FINISH_REASON_DEADLINE)
-                self._finish(session, Delta(session.text.finish(), ()), ())
 
     def _margin(self) -> float:
         """Seconds before a deadline at which an answer is ended."""
@@ -413,15 +304,10 @@ class Engine:
         self._log.exception("step failed", error=repr(error))
         self.meter.failed_steps += 1
         for session in list(self.scheduler.running) or self.scheduler.waiting[:1]:
-            self._fail(
+            self.roster.fail(
                 session, Internal("STEP_FAILED", "the target step failed; see the server's log")
             )
-        self._flush_out()
-
-    def _flush_out(self) -> None:
-        if self._out:
-            out, self._out = self._out, []
-            self._emit(out)
+        self.roster.flush()
 
     def _sleep(self) -> None:
         """Called with the lock held: wait for something to do."""
@@ -433,28 +319,12 @@ class Engine:
             until = self._decide(now).until
         except Exception:  # noqa: BLE001  the turn that follows meets it too, and survives it
             return
-        deadlines = [s.request.deadline for s in self.sessions.values() if s.request.deadline]
-        if until is not None and deadlines:
-            until = min(until, min(deadlines) - self._margin())
+        deadline = self.roster.first_deadline()
+        if until is not None and deadline is not None:
+            until = min(until, deadline - self._margin())
         if until is not None and until > now:
             self._wake.wait(until - now)
             waited = self._clock() - now
             self.meter.waited(waited)
             for session in self.scheduler.running:
                 session.draft_wait += waited
-
-    def info(self) -> dict[str, Any]:
-        """Load and counters; read from other threads, each value whole in itself."""
-        return {
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "free_pages": self.pool.free_pages,
-            "steps": self.steps,
-            "tokens": self.tokens,
-        }
-
-
-def _committed_rows(item: Work) -> int:
-    """Rows of the feed that were committed before the round: the anchor, or the piece of the
-    prompt."""
-    return 1 if item.proposal is not None else len(item.feed.tokens)

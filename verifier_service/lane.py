@@ -1,7 +1,8 @@
 """One drafter as the engine sees it: what the handshake settled, who is on it, what it owes, how
 long its answers take.
 
-Knows: the data of a lane. Does not know: what is done with it (`lanes`), or sockets (`port`).
+Knows: the data of a lane, what it is once a message is sent, answered or overdue. Does not know:
+what is said on it and when (`lanes`), or sockets (`port`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Protocol
 import torch
 
 from draftwire.v1 import drafter_pb2, types_pb2
+from verifier_service.budget import Wish
 from verifier_service.costs import DraftCosts
 from verifier_service.outbox import Outbox
-from verifier_service.session import Session
+from verifier_service.session import BlockSizeReason, Session
 
 _SMOOTHING = 0.2
+_UNTOLD = 32  # rounds of which a drafter need not hear until something is wanted of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,17 @@ class Link:
     nodes: float = 0.0  # that are expected to be verified
     limited_by: int = 0  # BlockSizeReason of the depth asked for
 
+    def expect(self, wish: Wish | None, sequence: int, depth: int) -> None:
+        """What is wished for, None: nothing, is asked for in message `sequence`, whose time `send`
+        sets; `depth`: the longest path that could be asked for."""
+        if wish is None:
+            self.asked = 0
+            return
+        self.asked = sequence
+        self.asked_depth, self.nodes, self.gain = wish.depth, wish.verified, wish.gain
+        shorter = wish.depth < depth
+        self.limited_by = BlockSizeReason.BLOCK_SIZE_REASON_SURVIVAL if shorter else 0
+
 
 @dataclass(slots=True)
 class Sent:
@@ -119,6 +133,60 @@ class Lane:
     @property
     def has_credit(self) -> bool:
         return self.outbox.sequence - self.acked < self.port.facts.credits
+
+    @property
+    def most_untold(self) -> int:
+        """Rounds that may be told of later: their features have to fit one message."""
+        limit = self.port.facts.max_message_bytes // 8
+        return max(1, min(_UNTOLD, limit // max(1, self.row_bytes)))
+
+    def send(self, now: float) -> None:
+        """Send what is pending; links that ask for something in it are asked now."""
+        first = self.outbox.sequence + 1
+        requests = self.outbox.take()
+        asked = [link for link in self.links.values() if link.asked >= first]
+        for link in asked:
+            link.asked, link.asked_at = self.outbox.sequence, now
+        for request in requests:
+            self.port.send(request)
+            last = request.sequence == self.outbox.sequence
+            rows = sum(1 + link.asked_depth for link in asked) if last else 0
+            opening = any(r.opens for r in requests)
+            self.sent.append(Sent(request.sequence, now, rows, opening))
+        if self.oldest_unacked_at is None:
+            self.oldest_unacked_at = now
+
+    def rows_asked(self, sequence: int) -> int:
+        """Rows that the message asked for."""
+        return next((sent.rows for sent in self.sent if sent.sequence == sequence), 1)
+
+    def acknowledged(self, sequence: int, now: float) -> float | None:
+        """The drafter took in all messages up to `sequence`. Returns the seconds since the last of
+        them was sent, if it is newly taken in."""
+        round_trip = None
+        self.responses += 1
+        self.acked = max(self.acked, min(sequence, self.outbox.sequence))
+        self.port.acknowledge(self.acked)
+        while self.sent and self.sent[0].sequence <= self.acked:
+            sent = self.sent.popleft()
+            if sent.sequence == self.acked:
+                self.answered(sent, now)
+                round_trip = now - sent.at
+        self.oldest_unacked_at = None if self.acked == self.outbox.sequence else now
+        return round_trip
+
+    def passed(self, now: float) -> None:
+        """A step begins without what is on its way."""
+        for sent in self.sent:
+            if sent.passed_at is None:
+                sent.passed_at = now
+
+    def missed(self) -> None:
+        """An answer is overdue: the lane is behind; waited for again once it caught up, less often
+        each time."""
+        self.misses += 1
+        self.pause = 2 ** min(self.misses - 1, 6) - 1
+        self.behind = True
 
     def answered(self, sent: Sent, now: float) -> None:
         """Take the time of an answer. Late ones count too, else a lane that became slow would be

@@ -8,6 +8,7 @@ from __future__ import annotations
 from draftwire.v1 import drafter_pb2, types_pb2
 from draftwire_kernels.sampling import Sampling
 from draftwire_kernels.tree import TokenTree
+from verifier_service.budget import Wish
 from verifier_service.lane import Link
 from verifier_service.session import BlockSizeReason, Proposal, Session, Speculation
 
@@ -45,6 +46,53 @@ def speculation_to_proto(speculation: Speculation) -> types_pb2.SpeculationOptio
         max_nodes=speculation.max_nodes,
         rule=types_pb2.ACCEPTANCE_RULE_FOLLOW,
         parts=speculation.parts,  # type: ignore[arg-type]
+    )
+
+
+def round_budget(wish: Wish | None, depth: int) -> drafter_pb2.RoundBudget:
+    """What is wanted in the next round, None: nothing; no path longer than `depth`."""
+    if wish is None:
+        return drafter_pb2.RoundBudget(want_proposal=False)
+    return drafter_pb2.RoundBudget(
+        want_proposal=True, max_nodes=wish.nodes, max_depth=min(wish.depth, depth)
+    )
+
+
+def opening(
+    link: Link, last_logits: types_pb2.Tensor | None, budget: drafter_pb2.RoundBudget
+) -> drafter_pb2.OpenSession:
+    """The session of `link` begins on its lane; its features go apart."""
+    session = link.session
+    return drafter_pb2.OpenSession(
+        key=session_key(session, link.epoch),
+        token_ids=session.tokens,
+        prompt_tokens=session.prompt_length,
+        sampling=sampling_to_proto(session.request.sampling),
+        speculation=speculation_to_proto(session.request.speculation),
+        last_logits=last_logits,
+        budget=budget,
+        request_id=session.request.request_id,
+        traceparent=session.request.traceparent,
+    )
+
+
+def outcome(
+    link: Link,
+    features: types_pb2.Tensor,
+    budget: drafter_pb2.RoundBudget,
+    *,
+    accepted: int,
+    had_proposal: bool,
+) -> drafter_pb2.Outcome:
+    """All that the lane has not been told of the session of `link`, up to its present anchor."""
+    return drafter_pb2.Outcome(
+        key=session_key(link.session, link.epoch),
+        previous_base=link.told,
+        token_ids=link.session.tokens[link.told + 1 :],
+        features=features,
+        accepted=accepted,
+        had_proposal=had_proposal,
+        budget=budget,
     )
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from draftwire.meters import BLOCK_SIZES, COUNTS, STEP_S, Distribution, Reading, by_label
 from draftwire.metric_table import LABELS
 from draftwire.v1 import drafter_pb2, types_pb2, verifier_pb2
-from verifier_service.session import Proposal, Session, Statistics
+from verifier_service.session import Proposal, Session
+from verifier_service.stats import Statistics
 
 if TYPE_CHECKING:
     from verifier_service.drafters import DrafterPool

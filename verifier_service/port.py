@@ -1,13 +1,14 @@
 """One lane's transport: between the engine's thread and the stream's writer.
 
-Knows: the queue of outgoing messages, the carrier of large tensors. Does not know: what the
-messages mean.
+Knows: the queue of outgoing messages, the carrier of large tensors, how a stream is read to its
+end. Does not know: what the messages mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import AsyncIterator
 
 import grpc
 import torch
@@ -146,3 +147,22 @@ def _first_named(request: drafter_pb2.StepRequest) -> int:
         (t.shared_memory.sequence for t in tensors if t.WhichOneof("carrier") == "shared_memory"),
         default=0,
     )
+
+
+async def responses(call: Call) -> AsyncIterator[drafter_pb2.DraftResponse]:
+    """What the drafter says, to the end of the stream. Raises AioRpcError if that is not clean."""
+    while isinstance(message := await call.read(), drafter_pb2.DraftResponse):
+        yield message
+    await _raise_status(call)
+
+
+async def _raise_status(call: Call) -> None:
+    """read() says EOF for every kind of end; the status tells a clean one from the others."""
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise grpc.aio.AioRpcError(
+            code,
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
+        )

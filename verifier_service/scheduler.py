@@ -27,6 +27,13 @@ class Work:
     proposal: Proposal | None
     draws: bool
 
+    @property
+    def anchor(self) -> int:
+        """Position of the last row fed that was committed before: the anchor, or the end of the
+        piece of the prompt."""
+        committed = 1 if self.proposal is not None else len(self.feed.tokens)
+        return self.feed.base + committed - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Budgets:

@@ -6,13 +6,12 @@ Knows: what is made in which order, and taken down again. Does not know: how any
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import importlib.metadata
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -29,10 +28,11 @@ from verifier_service import model as target
 from verifier_service.admission import Limits
 from verifier_service.cache import PagePool
 from verifier_service.config import VerifierConfig
-from verifier_service.drafters import DrafterPool, DrafterStatus
+from verifier_service.drafters import DrafterPool
 from verifier_service.engine import Engine, EngineLimits
 from verifier_service.identity import eos_ids, model_identity
-from verifier_service.metrics import Reader, totals
+from verifier_service.info import ask, load
+from verifier_service.metrics import Reader
 from verifier_service.scheduler import Budgets
 from verifier_service.servicer import SERVICE, VerifierServicer
 from verifier_service.session import FinishReason
@@ -271,27 +271,9 @@ class VerifierService:
         )
         if self._gpu is not None and (device := self._gpu.describe()) is not None:
             response.devices.append(device)
-        info = engine.info()
-        response.load.CopyFrom(
-            verifier_pb2.LoadInfo(
-                total_pages=engine.pool.num_pages - 1, page_size=engine.pool.page_size, **info
-            )
-        )
-        answer: concurrent.futures.Future[verifier_pb2.VerifierGetInfoResponse] = (
-            concurrent.futures.Future()
-        )
+        response.load.CopyFrom(load(engine))
         statuses = list(self._drafters.status.values()) if self._drafters else []
-
-        def tell() -> None:
-            # Whoever asked may be gone by now: a cancelled future takes no result.
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(_counts(engine, statuses))
-            except Exception as error:  # noqa: BLE001  raised again by whoever asked
-                answer.set_exception(error)
-
-        engine.post(tell)
+        answer = ask(engine, statuses)
         try:
             self._counted = await asyncio.wait_for(asyncio.wrap_future(answer), _INFO_TIMEOUT)
         except TimeoutError:
@@ -299,37 +281,6 @@ class VerifierService:
             self._log.warning("engine did not answer GetInfo in time")
         response.MergeFrom(self._counted)
         return response
-
-
-def _counts(
-    engine: Engine, statuses: Sequence[DrafterStatus]
-) -> verifier_pb2.VerifierGetInfoResponse:
-    """The part of GetInfo's answer that only the engine's thread may read."""
-    found = totals(engine)
-    return verifier_pb2.VerifierGetInfoResponse(
-        totals=found.to_proto(),
-        counters=found.to_totals(),
-        lanes=[_lane_info(engine, status) for status in statuses],
-    )
-
-
-def _lane_info(engine: Engine, status: DrafterStatus) -> verifier_pb2.LaneInfo:
-    info = verifier_pb2.LaneInfo(
-        target=status.target,
-        state=status.state,  # type: ignore[arg-type]
-        losses=status.losses,
-        last_error=status.last_error,
-    )
-    if status.facts is not None:
-        info.drafter_name, info.trained = status.facts.name, status.facts.trained
-        info.block_size = status.facts.block_size
-    lane = engine.lanes.lanes.get(status.lane_id)
-    if lane is not None:
-        info.sessions = len(lane.links)
-        info.round_trip.FromNanoseconds(int(1e9 * (lane.round_trip or 0)))
-        info.model_time.FromNanoseconds(int(1e9 * lane.model_time))
-        info.steps_sent, info.steps_received = lane.outbox.sequence, lane.responses
-    return info
 
 
 def _package_version() -> str:

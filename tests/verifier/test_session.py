@@ -17,8 +17,8 @@ from verifier_service.session import (
     Request,
     Session,
     Speculation,
-    Statistics,
 )
+from verifier_service.stats import Statistics
 
 LETTERS = "abcdefgh"
 

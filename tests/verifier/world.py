@@ -203,7 +203,7 @@ class World:
     def run(self, until: float = math.inf) -> float:
         """Until all is done, or the clock shows `until`; the time."""
         engine = self.engine
-        while (engine.sessions or engine._out) and self.now < until:
+        while (engine.sessions or engine.roster.out) and self.now < until:
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
             decision = engine._decide(self.now)

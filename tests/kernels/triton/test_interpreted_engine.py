@@ -89,7 +89,7 @@ class Run:
                     session.proposal = a_tree(right, session.base, session.drafts_allowed(200))
             self.engine.step()
             steps += 1
-        self.engine._flush_out()
+        self.engine.roster.flush()
         self.engine.pool.check()
         return steps
 
@@ -149,7 +149,7 @@ def test_a_row_that_is_not_finite_fails_its_request_alone(folder: Path) -> None:
     # The key that its next row will read.
     run.engine.store.keys[0, victim.slots[0]] = torch.nan
     run.engine.step()
-    run.engine._flush_out()
+    run.engine.roster.flush()
     failed = [one for one in run.said if one.error is not None]
     assert [one.session_id for one in failed] == [1]
     assert failed[0].error is not None
