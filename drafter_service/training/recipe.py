@@ -24,13 +24,13 @@ from draftwire.config import ConfigError, setting
 
 # Prompts by file of the folder: how many at full size, how many in a smoke test.
 TRAINING = {
-    "train_gpteacher_code.jsonl": (600, 6),
-    "train_gsm8k.jsonl": (600, 8),
-    "train_alpaca_libre.jsonl": (350, 4),
-    "train_mbpp.jsonl": (471, 4),
-    "train_dolly_open_qa.jsonl": (150, 2),
-    "train_gpteacher_roleplay.jsonl": (100, 2),
-    "train_selfinstruct_seed.jsonl": (175, 2),
+    "train_gpteacher_code.jsonl": (860, 6),
+    "train_gsm8k.jsonl": (670, 8),
+    "train_alpaca_libre.jsonl": (510, 4),
+    "train_mbpp.jsonl": (260, 4),
+    "train_dolly_open_qa.jsonl": (210, 2),
+    "train_gpteacher_roleplay.jsonl": (155, 2),
+    "train_selfinstruct_seed.jsonl": (115, 2),
 }
 HELD_OUT = {
     "gsm8k_test.jsonl": (20, 1),
@@ -54,7 +54,8 @@ class DemoConfig:
     scale: str = setting(
         FULL, help="full: the shipped drafter, hours; smoke: minutes", choices=(FULL, SMOKE)
     )
-    steps: int = setting(2800, help="optimiser steps at full size", minimum=1)
+    steps: int = setting(2800, help="optimiser steps at full size, the first time", minimum=1)
+    more_steps: int = setting(2600, help="optimiser steps of the second time", minimum=1)
     lr: float = setting(4e-4, help="highest learning rate", minimum=0.0)
     block_size: int = setting(8, help="block size, anchor included", minimum=2, maximum=1024)
     layers: int = setting(3, help="draft layers", minimum=1, maximum=64)
@@ -114,7 +115,9 @@ def demo(config: DemoConfig, say: Callable[[str], None]) -> Path:
     train(first(config, out / "features-answers"), say)
     say("training")
     train(training(config, out / "features-answers"), say)
-    export(ExportConfig(run=out / "run", out=out / "base", max_mib=32.0), say)
+    say("training goes on from the best of it")
+    train(further(config, out / "features-answers"), say)
+    export(ExportConfig(run=out / "more", out=out / "base", max_mib=32.0), say)
     _add_head(config, say)
     say("evaluation")
     evaluate(
@@ -211,6 +214,20 @@ def training(config: DemoConfig, features_at: Path) -> TrainConfig:
     )
 
 
+def further(config: DemoConfig, features_at: Path) -> TrainConfig:
+    """The second time: the rate rises to its height once more, and falls for longer."""
+    small = config.scale == SMOKE
+    return replace(
+        training(config, features_at),
+        out=config.out / "more",
+        base=str(config.out / "run" / "best"),
+        keep_layers=(),
+        steps=20 if small else config.more_steps,
+        warmup=0.1 if small else 0.01,
+        fall=0.4,
+    )
+
+
 def head(config: DemoConfig, features_at: Path) -> PathHeadConfig:
     """How its path-conditioned head is trained. Both steps hold out the prompts of the training."""
     small = config.scale == SMOKE
@@ -220,7 +237,7 @@ def head(config: DemoConfig, features_at: Path) -> PathHeadConfig:
         out=config.out / "unfinished",
         target=config.target,
         rank=32 if small else 256,
-        anchors=12 if small else 16,
+        anchors=12 if small else 14,
         steps=40 if small else 2500,
         validation_answers=2 if small else 24,
         seed=config.seed,

@@ -61,15 +61,16 @@ def test_every_written_command_parses(path: Path) -> None:
 def test_the_recipe_is_what_the_model_card_says_made_the_drafter() -> None:
     config = recipe.DemoConfig(prompts=Path("prompts"), out=Path("out"))
     at = Path("features")
-    made = {
-        "train": recipe.training(config, at), "path-head": recipe.head(config, at),
-        "calibrate": recipe.calibration(config, at),
-    }  # fmt: skip
-    # Where files lie, what the base says by itself, and the head's split, which the card tells of.
+    made = [
+        ("train", recipe.training(config, at)), ("train", recipe.further(config, at)),
+        ("path-head", recipe.head(config, at)), ("calibrate", recipe.calibration(config, at)),
+    ]  # fmt: skip
+    # Where files lie, what the base or the drafter says by itself.
     apart = {"features", "checkpoint", "out", "base", "layers", "threads", "seed", "validation"}
     told = [split(words) for words in commands(WRITTEN[1].read_text(encoding="utf-8"))]
-    for name, mine in made.items():
-        settings = [words for one, words in told if one == name][-1]
+    told = [one for one in told if one[0] in dict(made)][-len(made) :]
+    for (name, mine), (theirs_name, settings) in zip(made, told, strict=True):
+        assert name == theirs_name
         theirs = load(type(mine), settings, {}, name)
         for field in fields(mine):
             if field.name not in apart:
