@@ -51,6 +51,9 @@ async def loaded(stub: Any, clients: int = 4) -> AsyncIterator[Load]:
         await task
 
 
+CALLS = 'draftwire_rpc_handled_total{method="Verifier/Generate",code="OK"}'
+
+
 def test_prometheus_has_every_documented_metric_and_the_clients_numbers(
     target: Path, tmp_path: Path
 ) -> None:
@@ -100,11 +103,19 @@ async def _less(server: Prometheus, missing: set[tuple[str, str]]) -> bool:
 
 
 async def _until_settled(server: Prometheus, load: Load) -> None:
-    """A scrape has come after the last request."""
+    """A scrape has come after the last request. Tokens are counted when they are committed,
+    requests and calls when their ends have gone to the client: a scrape may fall in between."""
+
+    async def reached(query: str, count: int) -> bool:
+        found = await server.query(query)
+        return bool(found) and found[0][1] >= count
 
     async def settled() -> bool:
-        found = await server.query("draftwire_verifier_generated_tokens_total")
-        return bool(found) and found[0][1] >= load.tokens
+        return (
+            await reached("draftwire_verifier_generated_tokens_total", load.tokens)
+            and await reached("sum(draftwire_verifier_requests_total)", len(load.answers))
+            and await reached(CALLS, len(load.answers))
+        )
 
     await eventually(settled)
 
@@ -134,8 +145,7 @@ async def _check_numbers(server: Prometheus, load: Load) -> None:
     assert await value(f"sum({spec}num_accepted_tokens_per_pos_total)") == accepted
     length = f"1 + {spec}num_accepted_tokens_total / {spec}num_drafts_total"
     assert await value(length) == pytest.approx(1 + accepted / rounds)
-    code = 'draftwire_rpc_handled_total{method="Verifier/Generate",code="OK"}'
-    assert await value(code) == len(load.answers)
+    assert await value(CALLS) == len(load.answers)
     # The drafter hears of every round but the last of each answer.
     heard = await value("draftwire_drafter_accepted_tokens_total")
     assert 0 < heard <= accepted
