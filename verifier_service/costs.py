@@ -82,19 +82,21 @@ class Curve:
     def observe(self, index: int, ms: float, unseen: int = 0) -> None:
         """One observation at points[index]; a later one counts less, down to a twentieth, but more
         after `unseen` steps elsewhere."""
-        share = 1.0
+        weight = 1.0
         if self.counts[index]:
             lost = min(_MOST_STALE, 1 - (1 - _STALE) ** unseen)
             share = max(1 / (self._weights[index] + 1), lost, _SLOWEST)
             surprise = math.log(ms / self._cells[index])
+            weight = 1 / share
             if abs(surprise) > _LARGEST_SURPRISE:
-                # What is too surprising is a stall, or a change of scale on its way.
-                share = _SLOWEST
+                # What is too surprising is a stall, or a change of scale on its way: it says little
+                # and makes what is known no surer.
+                share, weight = _SLOWEST, self._weights[index]
                 surprise = math.copysign(_LARGEST_SURPRISE, surprise)
             self._cells[index] *= math.exp(share * surprise)
         else:
             self._cells[index] = ms
-        self._weights[index] = 1 / share
+        self._weights[index] = weight
         self.counts[index] += 1
         self._fit = None
 

@@ -298,7 +298,7 @@ class Policy:
             return Wish(most, depth, self.expected_gain(session, lane), most)
         # One that no plan has looked at yet does as the others do.
         wish = mind.wish if mind.decided else self._usual
-        if wish is None or self._plain_look.now:
+        if wish is None or (self._in_doubt and self._plain_look.now):
             return None
         return replace(
             wish, nodes=min(wish.nodes, speculation.max_nodes), depth=min(wish.depth, depth)

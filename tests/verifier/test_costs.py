@@ -85,6 +85,16 @@ def test_a_profile_that_was_wrong_by_far_is_forgotten_after_a_few_steps() -> Non
     assert costs.ms(64, drafted=False) == pytest.approx(74.0, rel=0.1), "it had the shape right"
 
 
+def test_a_stall_makes_what_is_known_no_surer() -> None:
+    for stalled in (False, True):
+        costs = StepCosts(BUCKETS, 64)
+        costs.profile(4, 10.0, drafted=False)
+        if stalled:
+            costs.profile(4, 1000.0, drafted=False)
+        costs.profile(4, 15.0, drafted=False)
+        assert costs.ms(4, drafted=False) == pytest.approx(12.2, rel=0.03)
+
+
 def test_sizes_that_were_not_seen_for_long_are_told_apart_by_a_few_steps_of_them() -> None:
     """While all steps are alike the scale takes up what is wrong about their size alone."""
     costs = StepCosts(BUCKETS, 64)

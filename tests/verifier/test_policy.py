@@ -103,6 +103,18 @@ def test_plain_steps_believed_too_dear_are_found_out_although_drafts_seemed_to_p
     assert world.speed(1, 15.0) >= 0.97 * 1000 / steep(4)
 
 
+def test_a_look_at_plain_steps_ends_when_nobody_doubts_any_more() -> None:
+    world = World(flat)
+    world.drafter(lambda _: 1.0, lambda _: 0.95)
+    policy = world.engine.policy
+    for _ in range(24):  # a look is due, and then no error about plain steps could matter
+        policy._plain_look.stepped(drafted=True, measured=True)
+    assert policy._plain_look.now
+    world.ask(1, 200)
+    world.run()
+    assert len(world.steps) < 150, "it was drafted for"
+
+
 def test_speculation_returns_when_the_drafter_becomes_good() -> None:
     world = World(flat)
     quality = [0.0]
